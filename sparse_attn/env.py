@@ -1,0 +1,61 @@
+"""Every environment variable of the package: name, values, default, meaning. Each is read once, at its first use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    values: tuple[str, ...]
+    default: str
+    meaning: str
+
+    def get(self) -> str:
+        return _read(self)
+
+
+@lru_cache(maxsize=None)
+def _read(variable: Variable) -> str:
+    value = os.environ.get(variable.name, variable.default)
+    if value not in variable.values:
+        raise ValueError(
+            f"{variable.name}: expected one of {', '.join(map(repr, variable.values))}, got {value!r}; unset or correct it"
+        )
+    return value
+
+
+def reset() -> None:
+    """Forget what was read, so that the next use reads the environment again (tests)."""
+    _read.cache_clear()
+
+
+ALLOW_REFERENCE = Variable(
+    "SPARSE_ATTN_ALLOW_REFERENCE",
+    ("0", "1"),
+    "0",
+    "1 lets the slow reference stand in on an accelerator when no kernel fits; on CPU tensors it always may.",
+)
+CHECKS = Variable(
+    "SPARSE_ATTN_CHECKS",
+    ("shape", "debug"),
+    "shape",
+    "debug also checks the values of lengths, page tables and indices, which reads them back from the device.",
+)
+LOG = Variable(
+    "SPARSE_ATTN_LOG",
+    ("", "choice"),
+    "",
+    "choice prints, once for each kind of call, which kernel was chosen and why the others were not.",
+)
+CPU_ISA = Variable(
+    "SPARSE_ATTN_CPU_ISA",
+    ("auto", "portable", "avx2", "avx512", "avx512_bf16"),
+    "auto",
+    "instruction set of cpu_native; one that the machine lacks is refused.",
+)
+
+VARIABLES = (ALLOW_REFERENCE, CHECKS, LOG, CPU_ISA)

@@ -1,0 +1,383 @@
+"""``attend``: sparse attention over paged KV planes, for every layer kind and phase. ``docs/calls.md`` lists the calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import layout, library
+from ..checks import describe, expect, expect_format, expect_plane, expect_tensor, refuse
+from ..registry import Call
+
+QUERY_DTYPES = ("float32", "bfloat16", "float16")
+MAX_HEADS = 128
+
+_ARGUMENTS = (
+    "Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, float scale, int v_dim, int max_seqlen_q, int max_seq_len, *, "
+    "Tensor? kv=None, Tensor? kv_rope=None, Tensor? kv_scale=None, Tensor? v=None, Tensor? v_scale=None, "
+    'Tensor? page_table=None, str format="bf16", str v_format="", int page_size=0, int ratio=1, Tensor? kv_range=None, '
+    "Tensor? indices=None, Tensor? index_counts=None, int select_block=1, "
+    'Tensor? win=None, Tensor? win_page_table=None, str win_format="bf16", int win_page_size=0, int window=0, '
+    "Tensor? win_range=None, Tensor? win_indices=None, Tensor? sinks=None, bool causal=True, bool return_lse=False, "
+    'bool batch_invariant=False, str backend="auto"'
+)
+
+
+class Attend(NamedTuple):
+    """The arguments of one call, under the schema's names."""
+
+    q: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    scale: float
+    v_dim: int
+    max_seqlen_q: int
+    max_seq_len: int
+    kv: Tensor | None = None
+    kv_rope: Tensor | None = None
+    kv_scale: Tensor | None = None
+    v: Tensor | None = None
+    v_scale: Tensor | None = None
+    page_table: Tensor | None = None
+    format: str = "bf16"
+    v_format: str = ""
+    page_size: int = 0
+    ratio: int = 1
+    kv_range: Tensor | None = None
+    indices: Tensor | None = None
+    index_counts: Tensor | None = None
+    select_block: int = 1
+    win: Tensor | None = None
+    win_page_table: Tensor | None = None
+    win_format: str = "bf16"
+    win_page_size: int = 0
+    window: int = 0
+    win_range: Tensor | None = None
+    win_indices: Tensor | None = None
+    sinks: Tensor | None = None
+    causal: bool = True
+    return_lse: bool = False
+    batch_invariant: bool = False
+    backend: str = "auto"
+
+    @property
+    def kv_heads(self) -> int:
+        plane = self.win if self.kv is None else self.kv
+        assert plane is not None, "check() admits no call without a plane"
+        return plane.shape[2]
+
+    @property
+    def value_format(self) -> str:
+        return self.v_format or self.format
+
+
+def check(a: Attend) -> None:
+    """Raise ``InvalidCall`` if shapes, dtypes, devices or options break the contract."""
+    expect_tensor("attend", "q", a.q, "T, Hq, D", (None, None, None), QUERY_DTYPES, a.q.device)
+    q_heads = a.q.shape[1]
+    expect(1 <= q_heads <= MAX_HEADS, "attend", "q", f"1 to {MAX_HEADS} heads (axis 1)", q_heads)
+    expect(a.cu_seqlens_q.dim() == 1 and a.cu_seqlens_q.shape[0] >= 1, "attend", "cu_seqlens_q", "int32 [B + 1]",
+           describe(a.cu_seqlens_q))  # fmt: skip
+    batch = a.cu_seqlens_q.shape[0] - 1
+    _int32("cu_seqlens_q", a.cu_seqlens_q, "B + 1", (batch + 1,), a.q.device)
+    _int32("seq_lens", a.seq_lens, "B", (batch,), a.q.device)
+    expect(a.v_dim >= 1, "attend", "v_dim", "at least 1", a.v_dim)
+    expect(a.scale == a.scale and abs(a.scale) != float("inf"), "attend", "scale", "a finite number", a.scale)
+    expect(a.kv is not None or a.win is not None, "attend", "kv", "a main plane, a window plane (win), or both", "neither")
+    _check_main(a, batch)
+    _check_window(a, batch)
+    expect(q_heads % a.kv_heads == 0, "attend", "q", f"a multiple of the planes' {a.kv_heads} heads", q_heads)
+    if a.sinks is not None:
+        expect_tensor("attend", "sinks", a.sinks, "Hq", (q_heads,), ("float32",), a.q.device, "all")
+
+
+def _int32(name: str, t: Tensor, axes: str, shape: tuple[int | None, ...], device: torch.device, strides: str = "all") -> None:
+    expect_tensor("attend", name, t, axes, shape, ("int32",), device, strides)
+
+
+def _check_page_size(name: str, given: int, plane: Tensor) -> None:
+    expect(plane.shape[1] >= 1, "attend", name, "pages of at least 1 entry (axis 1 of the plane)", describe(plane))
+    expect(given in (0, plane.shape[1]), "attend", name, f"0 or the plane's {plane.shape[1]}", given)
+
+
+def _check_main(a: Attend, batch: int) -> None:
+    if a.kv is None:
+        given = {
+            "kv_rope": a.kv_rope, "kv_scale": a.kv_scale, "v": a.v, "v_scale": a.v_scale, "page_table": a.page_table,
+            "kv_range": a.kv_range, "indices": a.indices, "index_counts": a.index_counts,
+        }  # fmt: skip
+        for name, t in given.items():
+            expect(t is None, "attend", name, "None without a main plane", "a tensor", "pass kv")
+        return
+    device, (tokens, q_heads, qk_dim) = a.q.device, a.q.shape
+    kv_format = expect_format("attend", "format", a.format, layout.names("kv"))
+    rope_dim = 0
+    if a.kv_rope is not None:
+        plain = tuple(layout.FORMATS[f].dtype for f in layout.PLAIN_FORMATS)
+        axes = "pages, page_size, heads, rope"
+        expect_tensor("attend", "kv_rope", a.kv_rope, axes, (*a.kv.shape[:3], None), plain, device)
+        rope_dim = a.kv_rope.shape[3]
+    row = (None, None, None, qk_dim - rope_dim)
+    expect_plane("attend", "kv", a.kv, kv_format, row, device, a.kv_scale, "kv_scale")
+    _check_page_size("page_size", a.page_size, a.kv)
+    if a.v is None:
+        expect(not a.v_format, "attend", "v_format", "'' without v", repr(a.v_format))
+        expect(a.v_scale is None, "attend", "v_scale", "None without v", "a tensor")
+        expect(a.v_dim <= a.kv.shape[3], "attend", "v_dim", f"at most the {a.kv.shape[3]} elements of a kv row", a.v_dim)
+    else:
+        v_format = expect_format("attend", "v_format", a.value_format, layout.names("kv"))
+        shape = (*a.kv.shape[:3], a.v_dim)
+        expect_plane("attend", "v", a.v, v_format, shape, device, a.v_scale, "v_scale")
+    if a.page_table is None:
+        raise refuse("attend", "page_table", "int32 [B, max_pages] for the main plane", "None")
+    _int32("page_table", a.page_table, "B, max_pages", (batch, None), device, "row")
+    expect(a.ratio >= 1, "attend", "ratio", "at least 1 token an entry", a.ratio)
+    expect(a.select_block >= 1, "attend", "select_block", "at least 1 entry a block", a.select_block)
+    if a.kv_range is not None:
+        _int32("kv_range", a.kv_range, "T, 2", (tokens, 2), device)
+    if a.indices is None:
+        expect(a.index_counts is None, "attend", "index_counts", "None without indices", "a tensor")
+        expect(a.select_block == 1, "attend", "select_block", "1 without indices", a.select_block)
+        return
+    _int32("indices", a.indices, "T, Hi, K", (tokens, None, None), device, "any")
+    heads = a.indices.shape[1]
+    allowed = sorted({1, a.kv.shape[2], q_heads})
+    expect(heads in allowed, "attend", "indices", f"Hi one of {allowed} (shared, per KV head, per query head)", heads)
+    if a.index_counts is not None:
+        _int32("index_counts", a.index_counts, "T, Hi", (tokens, heads), device)
+
+
+def _check_window(a: Attend, batch: int) -> None:
+    if a.win is None:
+        given = {"win_page_table": a.win_page_table, "win_range": a.win_range, "win_indices": a.win_indices}
+        for name, t in given.items():
+            expect(t is None, "attend", name, "None without a window plane", "a tensor", "pass win")
+        expect(a.window == 0, "attend", "window", "0 without a window plane", a.window, "pass win, or kv_range for kv")
+        return
+    device, (tokens, _, qk_dim) = a.q.device, a.q.shape
+    win_format = expect_format("attend", "win_format", a.win_format, layout.PLAIN_FORMATS)
+    heads = None if a.kv is None else a.kv.shape[2]
+    expect_plane("attend", "win", a.win, win_format, (None, None, heads, qk_dim), device, None, "win_scale")
+    _check_page_size("win_page_size", a.win_page_size, a.win)
+    expect(a.v_dim <= qk_dim, "attend", "v_dim", f"at most the {qk_dim} elements of a win row", a.v_dim)
+    if a.win_page_table is None:
+        raise refuse("attend", "win_page_table", "int32 [B, max_pages] for the window plane", "None")
+    _int32("win_page_table", a.win_page_table, "B, max_pages", (batch, None), device, "row")
+    bounded = a.window > 0 or a.win_range is not None or a.win_indices is not None
+    expect(bounded and a.window >= 0, "attend", "window", "a window of at least 1 token, win_range or win_indices", a.window)
+    if a.win_range is not None:
+        _int32("win_range", a.win_range, "T, 2", (tokens, 2), device)
+    else:
+        expect(a.causal, "attend", "win_range", "explicit ranges, as a window ends at its query's position", "None",
+               "pass win_range with causal=False")  # fmt: skip
+    if a.win_indices is not None:
+        _int32("win_indices", a.win_indices, "T, 1, K", (tokens, 1, None), device, "any")
+
+
+def check_values(a: Attend) -> None:
+    """Raise ``InvalidCall`` if values break the contract. Reads lengths, tables and indices back to the host."""
+    starts = a.cu_seqlens_q.tolist()
+    ordered = starts[0] == 0 and all(x <= y for x, y in zip(starts, starts[1:], strict=False)) and starts[-1] <= a.q.shape[0]
+    expect(ordered, "attend", "cu_seqlens_q", f"0 = first <= ... <= last <= T = {a.q.shape[0]}", starts)
+    longest = max((y - x for x, y in zip(starts, starts[1:], strict=False)), default=0)
+    expect(longest <= a.max_seqlen_q, "attend", "max_seqlen_q", f"at least the longest query part, {longest}", a.max_seqlen_q)
+    tokens = max(a.seq_lens.tolist(), default=0)
+    expect(tokens <= a.max_seq_len, "attend", "max_seq_len", f"at least the longest sequence, {tokens}", a.max_seq_len)
+    for name, indices in (("indices", a.indices), ("win_indices", a.win_indices)):
+        if indices is None or indices.numel() == 0:
+            continue
+        used = torch.full_like(indices[..., :1], indices.shape[2])
+        if name == "indices" and a.index_counts is not None:
+            used = a.index_counts.unsqueeze(-1)
+        live = (torch.arange(indices.shape[2], device=indices.device) < used) & (indices >= 0)
+        values = torch.where(live, indices, -1 - torch.arange(indices.shape[2], device=indices.device, dtype=torch.int32))
+        ordered_values = values.sort(dim=-1).values
+        again = (ordered_values[..., 1:] == ordered_values[..., :-1]).any(dim=-1)
+        if bool(again.any()):
+            t, h = again.nonzero()[0].tolist()
+            raise refuse("attend", name, "no index twice in a row", f"a duplicate in row {t}, head {h}", "it would count twice")
+
+
+def facts(a: Attend) -> Call:
+    """What the choice of a kernel depends on."""
+    planes = "main" if a.win is None else "window" if a.kv is None else "main+window"
+    return Call(
+        "attend",
+        a.q.device.type,
+        (
+            ("dtype", str(a.q.dtype).removeprefix("torch.")),
+            ("planes", planes),
+            ("format", "" if a.kv is None else a.format),
+            ("v_format", "" if a.v is None else a.value_format),
+            ("win_format", "" if a.win is None else a.win_format),
+            ("q_heads", a.q.shape[1]),
+            ("kv_heads", a.kv_heads),
+            ("qk_dim", a.q.shape[2]),
+            ("rope_dim", 0 if a.kv_rope is None else a.kv_rope.shape[3]),
+            ("v_dim", a.v_dim),
+            ("page_size", 0 if a.kv is None else a.kv.shape[1]),
+            ("win_page_size", 0 if a.win is None else a.win.shape[1]),
+            ("ratio", a.ratio),
+            ("index_heads", 0 if a.indices is None else a.indices.shape[1]),
+            ("selected", 0 if a.indices is None else a.indices.shape[2] * a.select_block),
+            ("select_block", a.select_block),
+            ("sinks", a.sinks is not None),
+            ("lse", a.return_lse),
+            ("causal", a.causal),
+            ("batch_invariant", a.batch_invariant),
+        ),
+    )
+
+
+# max_seqlen_q and max_seq_len change with every step and bear on no check of shapes and on no choice
+_op = library.Op("attend", Attend, check, check_values, facts, unkeyed=(5, 6))
+
+
+def _outputs(a: Attend) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = a.q.shape
+    out = a.q.new_empty((tokens, heads, a.v_dim))
+    lse = a.q.new_empty((tokens, heads) if a.return_lse else (0,), dtype=torch.float32)
+    return out, lse
+
+
+def _check_outputs(a: Attend, out: Tensor, lse: Tensor | None) -> None:
+    tokens, heads, _ = a.q.shape
+    dtype = str(a.q.dtype).removeprefix("torch.")
+    expect_tensor("attend", "out", out, "T, Hq, v_dim", (tokens, heads, a.v_dim), (dtype,), a.q.device, "all")
+    expect(a.return_lse == (lse is not None), "attend", "lse", "a tensor exactly when return_lse is True",
+           "None" if lse is None else "a tensor")  # fmt: skip
+    if lse is not None:
+        expect_tensor("attend", "lse", lse, "T, Hq", (tokens, heads), ("float32",), a.q.device, "all")
+
+
+def _kernel(*args, **kwargs):  # type: ignore[no-untyped-def]
+    impl = library.route(_op, args, kwargs)
+    a = Attend(*args, **kwargs)
+    out, lse = _outputs(a)
+    impl.run(a, out, lse if a.return_lse else None)
+    return out, lse
+
+
+def _fake(*args, **kwargs):  # type: ignore[no-untyped-def]
+    a = Attend(*args, **kwargs)
+    check(a)
+    return _outputs(a)
+
+
+def _kernel_out(*args, out, lse=None, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    impl = library.route(_op, args, kwargs)
+    a = Attend(*args, **kwargs)
+    _check_outputs(a, out, lse)
+    impl.run(a, out, lse)
+
+
+def _fake_out(*args, out, lse=None, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    a = Attend(*args, **kwargs)
+    check(a)
+    _check_outputs(a, out, lse)
+
+
+library.define(_op, f"attend({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _kernel, _fake)
+library.define(_op, f"attend.out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!)? lse=None) -> ()", _kernel_out, _fake_out)
+
+
+def attend(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    v_dim: int,
+    max_seqlen_q: int,
+    max_seq_len: int,
+    *,
+    kv: Tensor | None = None,
+    kv_rope: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    v: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    page_table: Tensor | None = None,
+    format: str = "bf16",
+    v_format: str = "",
+    page_size: int = 0,
+    ratio: int = 1,
+    kv_range: Tensor | None = None,
+    indices: Tensor | None = None,
+    index_counts: Tensor | None = None,
+    select_block: int = 1,
+    win: Tensor | None = None,
+    win_page_table: Tensor | None = None,
+    win_format: str = "bf16",
+    win_page_size: int = 0,
+    window: int = 0,
+    win_range: Tensor | None = None,
+    win_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention of packed queries over selected entries of paged KV planes, in one softmax.
+
+    For query row ``t`` and head ``h``, over the entries ``n`` that the row attends in the main plane and in the window plane:
+    ``out = sum_n exp(s_n) v_n / (exp(sink_h) + sum_n exp(s_n))`` and ``lse = ln sum_n exp(s_n)`` with
+    ``s_n = scale * q . k_n``. The sink is in the denominator of ``out`` only. An entry that both planes hold counts twice.
+
+    Prefill, chunked prefill, decode and draft verification are one call. Sequence ``b`` has the query rows
+    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``; the last of them stands at token position ``p = seq_lens[b] - 1``.
+
+    Args (T query rows, B sequences, Hq query heads, Hkv KV heads; every tensor on one device):
+        q: float32, bfloat16 or float16 ``[T, Hq, D]``, 1 to 128 heads, a multiple of Hkv.
+        cu_seqlens_q: int32 ``[B + 1]``, first row of each sequence, starting at 0. Rows from ``cu_seqlens_q[B]`` on are padding.
+        seq_lens: int32 ``[B]``, tokens of each sequence, this step included.
+        scale: factor of the scores; never derived.
+        v_dim: elements of an output row.
+        max_seqlen_q, max_seq_len: host bounds of query rows a sequence and of ``seq_lens``.
+        kv: main plane ``[pages, page_size, Hkv, D - Dr]`` in ``format``. Any strides but in the last axis: a view into a larger
+            pool is read in place.
+        kv_rope: the last ``Dr`` elements of each key where they are stored apart, ``[pages, page_size, Hkv, Dr]``.
+        v: values ``[pages, page_size, Hkv, v_dim]`` in ``v_format`` (default: ``format``). None: the first ``v_dim`` elements of
+            each kv row.
+        kv_scale, v_scale: float16 ``[pages, page_size, Hkv]`` for format ``int8``.
+        page_table: int32 ``[B, max_pages]``, physical page of each logical page of the main plane.
+        format, v_format, win_format: names in ``sparse_attn.layout.FORMATS``.
+        page_size, win_page_size: 0, or the plane's own as a check.
+        ratio: tokens an entry of the main plane stands for.
+        kv_range: int32 ``[T, 2]``, visible entries ``[lo, hi)`` of each row. None: ``[0, (p + 1) // ratio)``, or every entry
+            of the sequence if not causal.
+        indices: int32 ``[T, Hi, K]``, Hi in {1, Hkv, Hq}, any strides: logical entries (or blocks of ``select_block`` entries)
+            to attend. Invisible, negative and out-of-range ones are masked wherever they stand. None: all visible entries.
+        index_counts: int32 ``[T, Hi]``, how many leading indices of a row count. None: K.
+        select_block: entries an index stands for. Block ``b`` is clipped to the visible range.
+        win: window plane ``[pages, page_size, Hkv, D]`` in ``win_format``, one entry a token, values in the first ``v_dim``
+            elements.
+        win_page_table: int32 ``[B, max_pages]`` of the window plane; columns outside the ranges are never read.
+        window: tokens ``[p - window + 1, p]`` are attended in the window plane.
+        win_range: int32 ``[T, 2]``, explicit range of token positions instead of ``window``.
+        win_indices: int32 ``[T, 1, K]``, token positions to attend inside that range.
+        sinks: float32 ``[Hq]``, unscaled logits, any value including infinities.
+        causal: False lifts causality of the main plane.
+        return_lse: also return the log-sum-exp.
+        batch_invariant: a row's bits do not depend on its neighbours or on how a sequence was cut into steps.
+        backend: ``"auto"``, or a name, which then runs or refuses.
+
+    Returns:
+        ``out [T, Hq, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse`` float32 ``[T, Hq]`` (natural logarithm,
+        without the sink). A row that attends nothing, padding, and rows of sequences of length 0 or less have ``out = 0`` and
+        ``lse = -inf``.
+
+    Raises:
+        InvalidCall: an argument breaks the contract.
+        NoBackend: no kernel can run the call; every reason is in the message.
+    """
+    out, lse = torch.ops.sparse_attn.attend(
+        q, cu_seqlens_q, seq_lens, scale, v_dim, max_seqlen_q, max_seq_len,
+        kv=kv, kv_rope=kv_rope, kv_scale=kv_scale, v=v, v_scale=v_scale, page_table=page_table, format=format,
+        v_format=v_format, page_size=page_size, ratio=ratio, kv_range=kv_range, indices=indices, index_counts=index_counts,
+        select_block=select_block, win=win, win_page_table=win_page_table, win_format=win_format, win_page_size=win_page_size,
+        window=window, win_range=win_range, win_indices=win_indices, sinks=sinks, causal=causal, return_lse=return_lse,
+        batch_invariant=batch_invariant, backend=backend,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out

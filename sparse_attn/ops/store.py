@@ -1,0 +1,109 @@
+"""``store``: write rows into a paged plane, in the plane's format."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import layout, library
+from ..checks import expect, expect_format, expect_plane, expect_tensor
+from ..registry import Call
+
+ROW_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Store(NamedTuple):
+    """The arguments of one call, under the schema's names."""
+
+    rows: Tensor
+    plane: Tensor
+    slots: Tensor
+    scale: Tensor | None = None
+    format: str = "bf16"
+    backend: str = "auto"
+
+
+def check(a: Store) -> None:
+    """Raise ``InvalidCall`` if shapes, dtypes, devices or options break the contract."""
+    expect_tensor("store", "rows", a.rows, "T, H, D", (None, None, None), ROW_DTYPES, a.rows.device)
+    tokens, heads, dim = a.rows.shape
+    format = expect_format("store", "format", a.format, tuple(layout.FORMATS))
+    expect_plane("store", "plane", a.plane, format, (None, None, heads, dim), a.rows.device, a.scale, "scale")
+    expect(a.plane.shape[1] >= 1, "store", "plane", "pages of at least 1 entry (axis 1)", a.plane.shape[1])
+    expect_tensor("store", "slots", a.slots, "T", (tokens,), ("int64",), a.rows.device, "all")
+
+
+def check_values(a: Store) -> None:
+    """Raise ``InvalidCall`` for a slot past the plane, or for two rows that go to one slot."""
+    end = a.plane.shape[0] * a.plane.shape[1]
+    used = a.slots[a.slots >= 0]
+    expect(bool((used < end).all()), "store", "slots", f"less than pages * page_size = {end}", f"{a.slots.tolist()}")
+    expect(used.unique().numel() == used.numel(), "store", "slots", "no slot twice", f"{a.slots.tolist()}")
+
+
+def facts(a: Store) -> Call:
+    """What the choice of a kernel depends on."""
+    _, heads, dim = a.rows.shape
+    return Call(
+        "store",
+        a.rows.device.type,
+        (
+            ("dtype", str(a.rows.dtype).removeprefix("torch.")),
+            ("format", a.format),
+            ("kv_heads", heads),
+            ("dim", dim),
+            ("page_size", a.plane.shape[1]),
+        ),
+    )
+
+
+_op = library.Op("store", Store, check, check_values, facts)
+
+
+def _kernel(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    library.route(_op, args, kwargs).run(Store(*args, **kwargs))
+
+
+def _fake(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    check(Store(*args, **kwargs))
+
+
+library.define(
+    _op,
+    'store(Tensor rows, Tensor(a!) plane, Tensor slots, *, Tensor(b!)? scale=None, str format="bf16", str backend="auto") -> ()',
+    _kernel,
+    _fake,
+)
+
+
+def store(
+    rows: Tensor,
+    plane: Tensor,
+    slots: Tensor,
+    *,
+    scale: Tensor | None = None,
+    format: str = "bf16",
+    backend: str = "auto",
+) -> None:
+    """Write ``rows`` into ``plane`` in place, converted to the plane's format.
+
+    Formats with scales (``int8``, ``int8_index_h``) quantise each row of each head by itself:
+    ``scale = float16(amax / 127)``, rounded up, ``stored = clamp(round_half_even(row / scale), -127, 127)``. A row with a
+    non-finite element gets a non-finite scale, so that reading it shows the fault.
+
+    Args (T rows, H heads; every tensor on one device):
+        rows: float32, bfloat16 or float16 ``[T, H, D]``.
+        plane: ``[pages, page_size, H, D]`` in ``format``, any strides but in the last axis.
+        slots: int64 ``[T]``, ``page * page_size + offset`` of each row; a negative slot skips its row. Two rows in one slot
+            are the caller's error (``SPARSE_ATTN_CHECKS=debug`` finds it).
+        scale: float16 ``[pages, page_size, H]`` for formats with scales.
+        format: a name in ``sparse_attn.layout.FORMATS``.
+        backend: ``"auto"``, or a name, which then runs or refuses.
+
+    Raises:
+        InvalidCall: an argument breaks the contract, or a slot lies past the plane.
+        NoBackend: no kernel can run the call.
+    """
+    torch.ops.sparse_attn.store(rows, plane, slots, scale=scale, format=format, backend=backend)
