@@ -58,7 +58,7 @@ def _always() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Impl:
     """One kernel behind one op.
 
@@ -97,9 +97,6 @@ def availability(impl: Impl) -> str | None:
         return impl.available()
     except Exception as error:  # a broken driver or library is a reason, not a crash of the caller
         return f"probing it failed: {type(error).__name__}: {error}"
-
-
-Impl.__hash__ = object.__hash__  # type: ignore[method-assign]  # identity: limits are mappings
 
 
 @lru_cache(maxsize=None)
@@ -158,14 +155,20 @@ def _reference_may_stand_in(call: Call) -> bool:
 
 
 def _say(call: Call, impl: Impl, backend: str, reasons: list[str]) -> None:
-    stands_in = impl.backend == "reference" and backend == "auto"
-    if stands_in or env.LOG.get() == "choice":
-        note = " (slow: the reference stands in for a missing kernel)" if stands_in else ""
-        print(f"sparse_attn: {call.op} runs on {impl.backend}{note}", *reasons, sep="\n", file=sys.stderr)
+    if env.LOG.get() == "choice":
+        print(f"sparse_attn: {call.op} runs on {impl.backend}", *reasons, sep="\n", file=sys.stderr)
+    elif impl.backend == "reference" and backend == "auto":
+        _say_reference_stands_in(call.op, "\n".join(reasons))
+
+
+@lru_cache(maxsize=None)
+def _say_reference_stands_in(op: str, reasons: str) -> None:
+    print(f"sparse_attn: no kernel fits this call of {op}; the slow reference stands in", reasons, sep="\n", file=sys.stderr)
 
 
 def reset() -> None:
     """Search backends and read the environment again at the next call (tests)."""
     _found.cache_clear()
     availability.cache_clear()
+    _say_reference_stands_in.cache_clear()
     env.reset()

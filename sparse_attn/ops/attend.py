@@ -15,7 +15,7 @@ QUERY_DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEADS = 128
 
 _ARGUMENTS = (
-    "Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, float scale, int v_dim, int max_seqlen_q, int max_seq_len, *, "
+    "Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, float scale, int v_dim, SymInt max_seqlen_q, SymInt max_seq_len, *, "
     "Tensor? kv=None, Tensor? kv_rope=None, Tensor? kv_scale=None, Tensor? v=None, Tensor? v_scale=None, "
     'Tensor? page_table=None, str format="bf16", str v_format="", int page_size=0, int ratio=1, Tensor? kv_range=None, '
     "Tensor? indices=None, Tensor? index_counts=None, int select_block=1, "
@@ -143,8 +143,9 @@ def _check_main(a: Attend, batch: int) -> None:
         return
     _int32("indices", a.indices, "T, Hi, K", (tokens, None, None), device, "any")
     heads = a.indices.shape[1]
-    allowed = sorted({1, a.kv.shape[2], q_heads})
-    expect(heads in allowed, "attend", "indices", f"Hi one of {allowed} (shared, per KV head, per query head)", heads)
+    kv_heads = a.kv.shape[2]
+    expect(heads == 1 or heads == kv_heads or heads == q_heads, "attend", "indices",
+           f"Hi = 1 (shared), {kv_heads} (per KV head) or {q_heads} (per query head)", heads)  # fmt: skip
     if a.index_counts is not None:
         _int32("index_counts", a.index_counts, "T, Hi", (tokens, heads), device)
 

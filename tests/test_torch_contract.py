@@ -1,0 +1,161 @@
+"""The ops as PyTorch sees them: schema, fake kernels, compile, export, and what a call costs before its kernel."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import sparse_attn
+from sparse_attn import library
+from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.store import Store
+
+OPS = torch.ops.sparse_attn
+
+
+def gqa(tokens: int = 5, batch: int = 2, dtype: torch.dtype = torch.float32, page: int = 4) -> tuple[tuple, dict]:
+    """A small GQA call with token selection: leading and keyword arguments."""
+    lengths = torch.tensor([9 + b for b in range(batch)], dtype=torch.int32)
+    rows = [tokens // batch + (b < tokens % batch) for b in range(batch)]
+    starts = torch.tensor([sum(rows[:b]) for b in range(batch + 1)], dtype=torch.int32)
+    kv, v = torch.randn(13 * batch, page, 2, 16, dtype=dtype), torch.randn(13 * batch, page, 2, 16, dtype=dtype)
+    table = torch.randperm(13 * batch, dtype=torch.int32).view(batch, 13)
+    indices = torch.randint(-1, 9, (tokens, 2, 4), dtype=torch.int32)
+    leading = (torch.randn(tokens, 4, 16, dtype=dtype), starts, lengths, 0.25, 16, max(rows), 9 + batch)
+    format = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return leading, dict(kv=kv, v=v, page_table=table, format=format, indices=indices, return_lse=True)
+
+
+def window() -> tuple[tuple, dict]:
+    leading, kwargs = gqa()
+    table = kwargs["page_table"]
+    return leading, dict(win=torch.randn(24, 4, 1, 16), win_page_table=table, win_format="fp32", window=3, sinks=torch.randn(4))
+
+
+@pytest.mark.parametrize("call", [gqa, window], ids=["main", "window"])
+def test_opcheck_attend(call) -> None:
+    leading, kwargs = call()
+    opcheck(OPS.attend.default, leading, kwargs)
+    out = torch.empty(leading[0].shape)
+    lse = torch.empty(leading[0].shape[:2]) if kwargs.get("return_lse") else None
+    opcheck(OPS.attend.out, leading, dict(kwargs, out=out, lse=lse))
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8", "int8_index_h"])
+def test_opcheck_store(format: str) -> None:
+    rows, slots = torch.randn(3, 2, 16), torch.tensor([5, -1, 2])
+    if format == "fp32":
+        kwargs = dict(plane=torch.zeros(3, 4, 2, 16), scale=None)
+    else:
+        kwargs = dict(plane=torch.zeros(3, 4, 2, 16, dtype=torch.int8), scale=torch.zeros(3, 4, 2, dtype=torch.half))
+    opcheck(OPS.store.default, (rows, kwargs["plane"], slots), dict(scale=kwargs["scale"], format=format))
+
+
+def test_out_variant_gives_the_same_bits() -> None:
+    leading, kwargs = gqa()
+    out, lse = OPS.attend(*leading, **kwargs)
+    out2, lse2 = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
+    assert OPS.attend.out(*leading, **kwargs, out=out2, lse=lse2) is None
+    assert torch.equal(out, out2) and torch.equal(lse, lse2)
+
+
+def test_compiled_once_for_all_shapes() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=count)
+    def step(leading, kwargs):
+        out, lse = sparse_attn.attend(*leading, **kwargs)
+        return out * 2, lse
+
+    for tokens, batch in ((11, 5), (7, 3), (9, 4), (20, 6)):
+        leading, kwargs = gqa(tokens, batch)
+        out, lse = step(leading, kwargs)
+        eager = sparse_attn.attend(*leading, **kwargs)
+        assert torch.equal(out, eager[0] * 2) and torch.equal(lse, eager[1])
+    assert len(graphs) == 1
+
+
+def test_store_then_attend_compiles() -> None:
+    leading, kwargs = gqa()
+
+    def step(rows: Tensor, plane: Tensor, slots: Tensor, q: Tensor) -> Tensor:
+        sparse_attn.store(rows, plane, slots, format="fp32")
+        return sparse_attn.attend(q, *leading[1:], **dict(kwargs, kv=plane, return_lse=False))
+
+    rows, slots = torch.randn(3, 2, 16), torch.tensor([0, 17, 4])
+    plane, compiled_plane = kwargs["kv"].clone(), kwargs["kv"].clone()
+    expected = step(rows, plane, slots, leading[0])
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")(rows, compiled_plane, slots, leading[0])
+    assert torch.equal(compiled, expected) and torch.equal(compiled_plane, plane)
+
+
+def test_exports_with_dynamic_tokens() -> None:
+    leading, kwargs = gqa(6, 2)
+
+    class Step(torch.nn.Module):
+        def forward(self, q: Tensor, indices: Tensor) -> Tensor:
+            return OPS.attend(q, *leading[1:], **dict(kwargs, indices=indices))[0]
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    program = torch.export.export(Step(), (leading[0], kwargs["indices"]),
+                                  dynamic_shapes={"q": {0: tokens}, "indices": {0: tokens}})  # fmt: skip
+    assert any("sparse_attn.attend" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(leading[0], kwargs["indices"]), OPS.attend(*leading, **kwargs)[0])
+
+
+def test_fakes_share_the_check() -> None:
+    leading, kwargs = gqa()
+    meta = [x.to("meta") if isinstance(x, Tensor) else x for x in leading]
+    meta_kwargs = {k: x.to("meta") if isinstance(x, Tensor) else x for k, x in kwargs.items()}
+    out, lse = OPS.attend(*meta, **meta_kwargs)
+    assert out.shape == leading[0].shape and lse.shape == leading[0].shape[:2] and out.device.type == "meta"
+    with pytest.raises(sparse_attn.InvalidCall, match="attend: indices: expected int32 .T, Hi, K. with T = 5, got int32 .4, 2, 4."):
+        OPS.attend(*meta, **dict(meta_kwargs, indices=meta_kwargs["indices"][:4]))
+
+
+@pytest.mark.parametrize(("public", "arguments"), [(sparse_attn.attend, Attend), (sparse_attn.store, Store)])
+def test_one_signature(public, arguments) -> None:
+    """Schema, argument tuple and public function agree in names, order and defaults."""
+    schema = getattr(OPS, public.__name__).default._schema
+    tuple_defaults = arguments._field_defaults
+    assert [a.name for a in schema.arguments] == list(arguments._fields) == list(inspect.signature(public).parameters)
+    for a in schema.arguments:
+        default = inspect.signature(public).parameters[a.name].default
+        if a.has_default_value():
+            assert a.default_value == tuple_defaults[a.name] == default, a.name
+        else:
+            assert a.name not in tuple_defaults and default is inspect.Parameter.empty
+
+
+def test_resolve_runs_without_the_router() -> None:
+    leading, kwargs = gqa()
+    impl = sparse_attn.resolve("attend", *leading, **kwargs)
+    out, lse = torch.empty_like(leading[0]), torch.empty(leading[0].shape[:2])
+    impl.run(Attend(*leading, **kwargs), out, lse)
+    assert torch.equal(out, OPS.attend(*leading, **kwargs)[0])
+    with pytest.raises(ValueError, match="resolve: name: expected one of attend, store, got 'attention'"):
+        sparse_attn.resolve("attention")
+
+
+def test_router_remembers_by_kind_of_call_and_stays_bounded(monkeypatch) -> None:
+    library.forget()
+    leading, kwargs = gqa()
+    for _ in range(3):
+        OPS.attend(*leading, **kwargs)
+    assert len(library._memo) == 1
+    longer = (*leading[:6], leading[6] + 1000)
+    OPS.attend(*longer, **kwargs)
+    assert len(library._memo) == 1, "a longer sequence is the same kind of call"
+    monkeypatch.setattr(library, "_MEMO_ENTRIES", 3)
+    for tokens in range(2, 10):
+        leading, kwargs = gqa(tokens)
+        OPS.attend(*leading, **kwargs)
+    assert len(library._memo) <= 3
