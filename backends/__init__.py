@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import entry_points
 from types import ModuleType
 
@@ -43,7 +44,7 @@ def _candidates() -> Iterator[tuple[str, str, Callable[[], ModuleType]]]:
     for folder in pkgutil.iter_modules(__path__):
         if folder.ispkg:
             module = f"{__name__}.{folder.name}"
-            yield folder.name, module, lambda module=module: importlib.import_module(module)
+            yield folder.name, module, partial(importlib.import_module, module)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         yield entry.name, f"entry point {entry.value}", entry.load
 

@@ -1,0 +1,38 @@
+"""``python -m sparse_attn``: doctor, support, demo, version."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    # each command reads its own options, so its module is imported only when it is asked for
+    if argv[:1] == ["doctor"]:
+        from .doctor import main as doctor
+
+        return doctor(argv[1:])
+    if argv[:1] == ["support"]:
+        from .support import main as support
+
+        return support(argv[1:])
+    if argv[:1] == ["demo"]:
+        from .demo import main as demo
+
+        return demo(argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m sparse_attn", description="Sparse attention.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser("doctor", help="what this machine has, and which kernels run on it")
+    commands.add_parser("support", help="what each kernel can do: [OP] [--json | --markdown]")
+    commands.add_parser("demo", help="a language model on sparse attention, and a report")
+    commands.add_parser("version", help="print the version")
+    parser.parse_args(argv)
+    from .doctor import package
+
+    print(package()["version"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
