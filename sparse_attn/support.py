@@ -20,7 +20,7 @@ not edit. The best kernel that takes a call runs it; `any` is no limit of the ke
 
 
 def labels(impls: Sequence[Impl]) -> list[str]:
-    """A name for each kernel of one op: its backend, with the priority if the backend has several."""
+    """A name for each kernel of one op: its backend; with the priority if that has several."""
     count = Counter(impl.backend for impl in impls)
     return [
         impl.backend if count[impl.backend] == 1 else f"{impl.backend} ({impl.priority})"
