@@ -1,4 +1,5 @@
-"""What the router costs: a call through `torch.ops.sparse_attn.attend` over a bare registered kernel of the same schema.
+"""What the router costs: a call through `torch.ops.sparse_attn.attend` over a bare registered kernel of the same
+schema.
 
 Both run a kernel that only allocates its outputs. Calls alternate in one process; medians of batches, in microseconds.
 Run: python benchmarks/router.py [--json]

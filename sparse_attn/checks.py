@@ -85,7 +85,11 @@ def expect_plane(
     """Check a plane ``[pages, page_size, heads, row]`` and its scale plane ``[pages, page_size, heads]``."""
     if plane.dtype != getattr(torch, format.dtype):
         raise refuse(
-            op, name, f"{format.dtype} elements for format {format.name!r}", describe(plane), "pass the plane's own format"
+            op,
+            name,
+            f"{format.dtype} elements for format {format.name!r}",
+            describe(plane),
+            "pass the plane's own format",
         )
     expect_tensor(op, name, plane, "pages, page_size, heads, row", shape, (format.dtype,), device)
     if format.scale_dtype is None:

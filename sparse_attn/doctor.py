@@ -59,9 +59,7 @@ def cpu() -> Any:
 def variables() -> Any:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
     chosen = (*names, "ASCEND_RT_VISIBLE_DEVICES")
-    return {
-        k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSE_ATTN_") or k in chosen
-    }
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSE_ATTN_") or k in chosen}
 
 
 def package() -> Any:
@@ -125,9 +123,7 @@ def cuda() -> Any:
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     for i in devices:
         major, minor = torch.cuda.get_device_capability(i)
-        found[f"device {i}"] = (
-            f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"
-        )
+        found[f"device {i}"] = f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"
     return found if devices else {**found, "devices": "none that torch can use"}
 
 
@@ -177,8 +173,7 @@ def variable_errors() -> Any:
 
 # In this order in one process: openmp reports what torch and the native modules have loaded.
 PROBES: dict[str, Callable[[], Any]] = {
-    probe.__name__: probe
-    for probe in (package, python, system, cpu, variables, build_info, torch, native, openmp)
+    probe.__name__: probe for probe in (package, python, system, cpu, variables, build_info, torch, native, openmp)
 } | {probe.__name__: probe for probe in (triton, cuda, ascend, variable_errors, backends)}
 
 
@@ -223,9 +218,7 @@ def collect(names: Sequence[str] = tuple(PROBES)) -> dict[str, Any]:
     while waiting:
         command = [sys.executable, str(PACKAGE / "doctor.py"), "--probe", *waiting]
         try:
-            child = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=PROBE_SECONDS
-            )
+            child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=PROBE_SECONDS)
             output, end = child.stdout, _ending(child.returncode)
         except subprocess.TimeoutExpired as error:
             output, end = error.stdout or b"", f"no answer within {PROBE_SECONDS} s"
@@ -262,14 +255,10 @@ def judge(report: dict[str, Any]) -> tuple[bool, list[str]]:
         faults = [f"{name} {state}" for name, state in native.items() if state != "loads"]
         advice += [f"{fault}: {REBUILD}" for fault in faults]
     if isinstance(report["openmp"], list) and len(report["openmp"]) > 1:
-        advice.append(
-            "several OpenMP runtimes in one process compete for the cores: "
-            + ", ".join(report["openmp"])
-        )
+        advice.append("several OpenMP runtimes in one process compete for the cores: " + ", ".join(report["openmp"]))
     if isinstance(report["triton"], dict) and len(report["triton"]) > 1:
         advice.append(
-            "triton and triton-ascend overwrite each other: uninstall both, "
-            "then install the one of your device"
+            "triton and triton-ascend overwrite each other: uninstall both, then install the one of your device"
         )
     advice += report["variable_errors"] if isinstance(report["variable_errors"], list) else []
     backends = report["backends"]
@@ -284,9 +273,7 @@ def judge(report: dict[str, Any]) -> tuple[bool, list[str]]:
         for backend, state in entries.items()
     )
     if not usable:
-        advice.append(
-            "no kernel can run here, only the slow reference: see the reasons under backends"
-        )
+        advice.append("no kernel can run here, only the slow reference: see the reasons under backends")
     return usable, advice
 
 
@@ -325,9 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in report.items():
             print("\n".join([name, *_lines(value, "  ")]))
         verdict = "at least one kernel can run here" if usable else "no kernel can run here"
-        print(
-            "\n".join(["verdict", f"  {verdict}", *(f"  to do: {sentence}" for sentence in advice)])
-        )
+        print("\n".join(["verdict", f"  {verdict}", *(f"  to do: {sentence}" for sentence in advice)]))
     return 0 if usable else 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Variable:
         return _read(self)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _read(variable: Variable) -> str:
     value = os.environ.get(variable.name, variable.default)
     if value not in variable.values:
         raise ValueError(
-            f"{variable.name}: expected one of {', '.join(map(repr, variable.values))}, got {value!r}; unset or correct it"
+            f"{variable.name}: expected one of {', '.join(map(repr, variable.values))}, got {value!r}; correct it"
         )
     return value
 

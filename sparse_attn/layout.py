@@ -1,7 +1,7 @@
 """The one description of the bytes: KV formats and slot arithmetic. Imports no torch.
 
-A *plane* is a paged tensor ``[pages, page_size, heads, row]``. An *entry* is one row of it. Entry ``e`` of a sequence lies in
-page ``page_table[e // page_size]`` at offset ``e % page_size``; its *slot* is ``page * page_size + offset``.
+A *plane* is a paged tensor ``[pages, page_size, heads, row]``. An *entry* is one row of it. Entry ``e`` of a sequence
+lies in page ``page_table[e // page_size]`` at offset ``e % page_size``; its *slot* is ``page * page_size + offset``.
 ``csrc/common/layout.h`` mirrors this file for native kernels; a test compares the two.
 """
 
@@ -16,7 +16,8 @@ class Format:
     """How the elements of a row are stored.
 
     ``code`` is the number of the format in native kernels. ``dtype`` and ``scale_dtype`` are names of torch dtypes.
-    A format with a ``scale_dtype`` keeps one scale per entry and head in a plane of its own, ``[pages, page_size, heads]``,
+    A format with a ``scale_dtype`` keeps one scale per entry and head in a plane of its own, ``[pages, page_size,
+    heads]``,
     beside the rows, so that rows stay aligned: ``value = stored * scale``.
     """
 
@@ -55,7 +56,8 @@ def names(use: str) -> tuple[str, ...]:
 
 
 def locate(page_table: Any, entries: Any, page_size: int) -> tuple[Any, Any]:
-    """Physical page and offset of logical ``entries`` under one sequence's ``page_table`` (tensors or lists of integers)."""
+    """Physical page and offset of logical ``entries`` under one sequence's ``page_table`` (tensors or lists of
+    integers)."""
     return page_table[entries // page_size], entries % page_size
 
 

@@ -1,8 +1,9 @@
 """The only user of ``torch.library``: defines an op, its fake, and the router that sends a call to a kernel.
 
-The choice is made below the schema, so a direct caller of ``torch.ops.sparse_attn`` gets the same checks as a caller of the
-public function, and a compiled or exported graph holds one op whatever kernel runs it. Checks and choice depend on shapes,
-dtypes, devices and options only; both are remembered under those, so a repeated kind of call pays for one dictionary look-up.
+The choice is made below the schema, so a direct caller of ``torch.ops.sparse_attn`` gets the same checks as a caller of
+the public function, and a compiled or exported graph holds one op whatever kernel runs it. Checks and choice depend on
+shapes, dtypes, devices and options only; both are remembered under those, so a repeated kind of call pays for one
+dictionary look-up.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def define(op: Op, schema: str, kernel: Callable[..., Any], fake: Callable[..., 
 def resolve(name: str, *args: Any, **kwargs: Any) -> registry.Impl:
     """The kernel that a call would run, checked and chosen once, for hot loops.
 
-    Takes the op's name and the arguments of one call. ``impl.run(arguments, *outputs)`` then runs it without checks, on the
-    op's argument tuple (``sparse_attn.ops.attend.Attend``): keep shapes, dtypes, strides and options as they were.
+    Takes the op's name and the arguments of one call. ``impl.run(arguments, *outputs)`` then runs it without checks, on
+    the op's argument tuple (``sparse_attn.ops.attend.Attend``): keep shapes, dtypes, strides and options as they were.
     """
     op = next((op for op in _OPS if op.name == name), None)
     if op is None:

@@ -23,7 +23,8 @@ NEG_INF = float("-inf")
 
 
 def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
-    """``out = sum_n exp(s_n) v_n / (exp(sink) + sum_n exp(s_n))``, ``lse = ln sum_n exp(s_n)``, ``s_n = scale * q . k_n``."""
+    """``out = sum_n exp(s_n) v_n / (exp(sink) + sum_n exp(s_n))``, ``lse = ln sum_n exp(s_n)``, ``s_n = scale * q .
+    k_n``."""
     out.zero_()
     if lse is not None:
         lse.fill_(NEG_INF)
@@ -50,7 +51,9 @@ def query_rows(a: Attend) -> Iterator[tuple[int, int, int]]:
     """(row, sequence, token position) of every row that may attend something."""
     starts, lengths = a.cu_seqlens_q.tolist(), a.seq_lens.tolist()
     expect(starts[0] == 0, "attend", "cu_seqlens_q", "a first value of 0", starts[0])
-    expect(starts[-1] <= a.q.shape[0], "attend", "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", starts[-1])
+    expect(
+        starts[-1] <= a.q.shape[0], "attend", "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", starts[-1]
+    )
     for b, length in enumerate(lengths):
         start, end = starts[b], starts[b + 1]
         expect(start <= end, "attend", "cu_seqlens_q", "ascending values", starts)
@@ -126,7 +129,9 @@ def where(table: Tensor, entries: Tensor, plane: Tensor, name: str, b: int) -> t
     pages, page_size = plane.shape[:2]
     last = int(entries.max())
     if last >= len(table) * page_size:
-        raise refuse("attend", name, f"a page for entry {last} of sequence {b}", f"{len(table)} pages of {page_size} entries")
+        raise refuse(
+            "attend", name, f"a page for entry {last} of sequence {b}", f"{len(table)} pages of {page_size} entries"
+        )
     page, offset = layout.locate(table.long(), entries, page_size)
     valid = (page >= 0) & (page < pages)
     if not bool(valid.all()):
@@ -168,7 +173,13 @@ def quantise_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 # priority below every kernel: registry.choose tries the reference last
 IMPLS = (
-    Impl("attend", "reference", limits={}, run=attend, tolerance={"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3),
-         "float16": (1e-3, 1e-3)}, priority=-1),
+    Impl(
+        "attend",
+        "reference",
+        limits={},
+        run=attend,
+        tolerance={"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
+        priority=-1,
+    ),
     Impl("store", "reference", limits={}, run=store, priority=-1),
-)  # fmt: skip
+)

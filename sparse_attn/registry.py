@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 from . import env
@@ -62,9 +62,10 @@ def _always() -> str | None:
 class Impl:
     """One kernel behind one op.
 
-    ``limits`` maps fact names to what the kernel can do; a fact without a limit is unlimited. ``tolerance`` maps dtype names
-    to (absolute, relative) error against the float64 reference. ``available`` says why this machine cannot run the kernel
-    (None if it can); it is asked once. ``run`` takes the op's argument tuple and then the output tensors, which it fills.
+    ``limits`` maps fact names to what the kernel can do; a fact without a limit is unlimited. ``tolerance`` maps dtype
+    names to (absolute, relative) error against the float64 reference. ``available`` says why this machine cannot run
+    the kernel (None if it can); it is asked once. ``run`` takes the op's argument tuple and then the output tensors,
+    which it fills.
     """
 
     op: str
@@ -90,7 +91,7 @@ class Impl:
         ]
 
 
-@lru_cache(maxsize=None)
+@cache
 def availability(impl: Impl) -> str | None:
     """Why this machine cannot run ``impl``, or None."""
     try:
@@ -99,7 +100,7 @@ def availability(impl: Impl) -> str | None:
         return f"probing it failed: {type(error).__name__}: {error}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _found() -> tuple[tuple[Impl, ...], dict[str, str]]:
     from . import backends, reference
 
@@ -161,9 +162,14 @@ def _say(call: Call, impl: Impl, backend: str, reasons: list[str]) -> None:
         _say_reference_stands_in(call.op, "\n".join(reasons))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _say_reference_stands_in(op: str, reasons: str) -> None:
-    print(f"sparse_attn: no kernel fits this call of {op}; the slow reference stands in", reasons, sep="\n", file=sys.stderr)
+    print(
+        f"sparse_attn: no kernel fits this call of {op}; the slow reference stands in",
+        reasons,
+        sep="\n",
+        file=sys.stderr,
+    )
 
 
 def reset() -> None:

@@ -22,10 +22,7 @@ not edit. The best kernel that takes a call runs it; `any` is no limit of the ke
 def labels(impls: Sequence[Impl]) -> list[str]:
     """A name for each kernel of one op: its backend; with the priority if that has several."""
     count = Counter(impl.backend for impl in impls)
-    return [
-        impl.backend if count[impl.backend] == 1 else f"{impl.backend} ({impl.priority})"
-        for impl in impls
-    ]
+    return [impl.backend if count[impl.backend] == 1 else f"{impl.backend} ({impl.priority})" for impl in impls]
 
 
 def table(impls: Sequence[Impl]) -> list[list[str]]:
@@ -71,10 +68,7 @@ def text(ops: dict[str, list[Impl]], here: dict[str, dict[str, str]]) -> str:
         rows = table(impls)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines.append(op)
-        lines += [
-            ("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True))).rstrip()
-            for row in rows
-        ]
+        lines += [("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True))).rstrip() for row in rows]
         lines += [f"  {label}, on this machine: {here[op][label]}" for label in labels(impls)]
     return "\n".join(lines)
 
@@ -95,10 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     # asked in a child process: a damaged native module must not end this one
     found = doctor.collect(["backends"])["backends"]
     here = {
-        op: {
-            label: found.get("ops", {}).get(op, {}).get(label) or found["error"]
-            for label in labels(impls)
-        }
+        op: {label: found.get("ops", {}).get(op, {}).get(label) or found["error"] for label in labels(impls)}
         for op, impls in ops.items()
     }
     if options.json:

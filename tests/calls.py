@@ -1,7 +1,7 @@
 """What `docs/calls.md` names: for each line a small random batch with the arguments it uses, and what each row attends.
 
-The planes are built from plain per-sequence arrays. Every slot that no sequence owns holds NaN, and every page-table column
-that no row needs holds a page number far out of range, so a read of either is seen.
+The planes are built from plain per-sequence arrays. Every slot that no sequence owns holds NaN, and every page-table
+column that no row needs holds a page number far out of range, so a read of either is seen.
 """
 
 from __future__ import annotations
@@ -147,8 +147,10 @@ class Batch:
             rows_plane = Paged(rows, self.page, torch.Generator().manual_seed(9))  # the same permutation of pages
             plane = rows_plane.plane.nan_to_num(99).to(torch.int8)
             self.names |= {"k_scale": scale.plane[..., 0].half(), "v_scale": scale.plane[..., 1].half()}
-            rows = [torch.cat([r[..., :dim] * s[..., :1], r[..., dim:] * s[..., 1:]], -1)
-                    for r, s in zip(rows, scales, strict=True)]  # fmt: skip
+            rows = [
+                torch.cat([r[..., :dim] * s[..., :1], r[..., dim:] * s[..., 1:]], -1)
+                for r, s in zip(rows, scales, strict=True)
+            ]
             table = rows_plane.table
         else:
             paged = Paged(rows, self.page, self.generator)
@@ -219,13 +221,13 @@ class Batch:
         window: list[int] = []
         if self.window is not None:
             low, high = self.range["win"](b, p) if "win" in self.range else (p - 127, p + 1)
-            window = [e for e in range(max(low, 0), high)]
+            window = list(range(max(low, 0), high))
             if "win_indices" in self.line.arguments:
                 window = [e for e in self.names["ancestors"][t, 0].tolist() if e in window]
         if self.main is None:
             return window, []
         low, high = self.visible(b, p)
-        main = [e for e in range(max(low, 0), high)]
+        main = list(range(max(low, 0), high))
         if re.search(r"\bindices=", self.line.arguments.replace("win_indices", "")):
             ids = self.names[self.indices]
             row = ids[t, head * ids.shape[1] // self.line.q_heads].tolist()

@@ -14,7 +14,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LENGTHS, ROWS = (9, 1, 0, 21), (3, 1, 1, 2)
 
 
-def plane(format: str, pages: int, page_size: int, heads: int, dim: int, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
+def plane(
+    format: str, pages: int, page_size: int, heads: int, dim: int, g: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
     """Random rows in ``format`` and their scales."""
     rows = torch.randn(pages, page_size, heads, dim, generator=g)
     if layout.FORMATS[format].scale_dtype:
@@ -51,7 +53,8 @@ def attend(
     padding: int = 2,
     seed: int = 0,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leading and keyword arguments of one call of ``attend`` with these facts. ``v_format=""`` takes values from the rows."""
+    """Leading and keyword arguments of one call of ``attend`` with these facts. ``v_format=""`` takes values from the
+    rows."""
     g = torch.Generator().manual_seed(seed)
     tokens, batch, longest = sum(rows) + padding, len(lengths), max(lengths)
     starts = torch.tensor([sum(rows[:b]) for b in range(batch + 1)], dtype=torch.int32)
@@ -117,5 +120,3 @@ def assert_same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...], message: str 
         assert x.shape == y.shape and x.dtype == y.dtype
         same = torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
         assert same, f"{message}: bits differ, by up to {(x.double() - y.double()).abs().max()}"
-
-

@@ -14,8 +14,16 @@ from sparse_attn import registry
 from sparse_attn.ops.attend import Attend, facts
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
-DTYPE_FORMATS = [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "bf16"), ("bfloat16", "int8"),
-                 ("float32", "int8"), ("float16", "int8"), ("bfloat16", "fp32")]  # fmt: skip
+DTYPE_FORMATS = [
+    ("float32", "fp32"),
+    ("bfloat16", "bf16"),
+    ("float16", "fp16"),
+    ("float32", "bf16"),
+    ("bfloat16", "int8"),
+    ("float32", "int8"),
+    ("float16", "int8"),
+    ("bfloat16", "fp32"),
+]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": dict(v_format="same"),
@@ -58,16 +66,58 @@ def test_agrees_with_the_reference(attend_impl, shape: str, dtype: str, format: 
     "dims",
     [
         dict(q_heads=128, kv_heads=1, qk_dim=576, v_dim=512, index_heads=1, selected=2048, lengths=(2500,), rows=(1,)),
-        dict(q_heads=16, kv_heads=1, qk_dim=576, rope_dim=64, v_dim=512, index_heads=1, selected=2048, lengths=(2500,), rows=(1,)),
-        dict(planes="main+window", q_heads=64, kv_heads=1, qk_dim=512, v_dim=512, window=128, ratio=4, index_heads=1, selected=512,
-             lengths=(4000,), rows=(2,), sinks=True),
-        dict(q_heads=32, kv_heads=8, qk_dim=128, v_dim=128, v_format="same", index_heads=8, selected=2048, select_block=64,
-             lengths=(4000,), rows=(1,)),
-        dict(q_heads=64, kv_heads=4, qk_dim=128, v_dim=128, v_format="same", index_heads=4, selected=2048, select_block=128,
-             lengths=(4000,), rows=(1,)),
+        dict(
+            q_heads=16,
+            kv_heads=1,
+            qk_dim=576,
+            rope_dim=64,
+            v_dim=512,
+            index_heads=1,
+            selected=2048,
+            lengths=(2500,),
+            rows=(1,),
+        ),
+        dict(
+            planes="main+window",
+            q_heads=64,
+            kv_heads=1,
+            qk_dim=512,
+            v_dim=512,
+            window=128,
+            ratio=4,
+            index_heads=1,
+            selected=512,
+            lengths=(4000,),
+            rows=(2,),
+            sinks=True,
+        ),
+        dict(
+            q_heads=32,
+            kv_heads=8,
+            qk_dim=128,
+            v_dim=128,
+            v_format="same",
+            index_heads=8,
+            selected=2048,
+            select_block=64,
+            lengths=(4000,),
+            rows=(1,),
+        ),
+        dict(
+            q_heads=64,
+            kv_heads=4,
+            qk_dim=128,
+            v_dim=128,
+            v_format="same",
+            index_heads=4,
+            selected=2048,
+            select_block=128,
+            lengths=(4000,),
+            rows=(1,),
+        ),
     ],
     ids=["v3.2", "v3.2 tp8, rope apart", "v4", "gqa blocks", "minimax-m3"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(("dtype", "format"), [("float32", "fp32"), ("bfloat16", "bf16")])
 def test_released_dimensions(attend_impl, dims: dict[str, Any], dtype: str, format: str) -> None:
     options = dict(dims, dtype=dtype, format=format, win_format=format, page_size=64, padding=0)
@@ -152,7 +202,9 @@ def poison_unread(leading: tuple[Any, ...], kwargs: dict[str, Any], keep: Tensor
         changed[name] = torch.where(keep[..., None, None], rows, torch.tensor(fill, dtype=rows.dtype))
         scale = kwargs.get(f"{name}_scale")
         if scale is not None:
-            changed[f"{name}_scale"] = torch.where(keep[..., None], scale, torch.tensor(float("nan"), dtype=scale.dtype))
+            changed[f"{name}_scale"] = torch.where(
+                keep[..., None], scale, torch.tensor(float("nan"), dtype=scale.dtype)
+            )
     return changed
 
 
@@ -180,11 +232,23 @@ def read_slots(leading: tuple[Any, ...], kwargs: dict[str, Any], plane: str) -> 
     return keep
 
 
-READ_SHAPES = ["gqa", "gqa selected", "gqa blocks", "8 heads", "rope apart", "both planes", "both planes, all entries", "window",
-               "128 heads", "pages of 1"]  # fmt: skip
+READ_SHAPES = [
+    "gqa",
+    "gqa selected",
+    "gqa blocks",
+    "8 heads",
+    "rope apart",
+    "both planes",
+    "both planes, all entries",
+    "window",
+    "128 heads",
+    "pages of 1",
+]
 
 
-@pytest.mark.parametrize(("dtype", "format"), [("float32", "fp32"), ("bfloat16", "bf16"), ("bfloat16", "int8"), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "format"), [("float32", "fp32"), ("bfloat16", "bf16"), ("bfloat16", "int8"), ("float32", "int8")]
+)
 @pytest.mark.parametrize("shape", READ_SHAPES)
 def test_what_is_not_attended_changes_no_bit(attend_impl, shape: str, dtype: str, format: str) -> None:
     options = dict(SHAPES[shape], dtype=dtype, format=format, win_format=format if format != "int8" else "bf16")
@@ -225,7 +289,9 @@ def test_every_attended_entry_changes_the_result(attend_impl, shape: str) -> Non
 def test_neighbours_of_one_tile_do_not_leak(attend_impl) -> None:
     """A NaN row that only the last query row may attend reaches that row alone."""
     for dtype, format in (("float32", "fp32"), ("bfloat16", "bf16"), ("bfloat16", "int8")):
-        leading, kwargs = cases.attend(dtype=dtype, format=format, v_format=format, lengths=(40,), rows=(12,), padding=0)
+        leading, kwargs = cases.attend(
+            dtype=dtype, format=format, v_format=format, lengths=(40,), rows=(12,), padding=0
+        )
         clean = cases.run(attend_impl, leading, kwargs)
         page, offset = int(kwargs["page_table"][0, 39 // 4]), 39 % 4
         for name in ("kv", "v"):
@@ -316,13 +382,18 @@ def test_explicit_ranges(attend_impl) -> None:
     leading, kwargs = cases.attend(planes="main+window", kv_heads=1, lengths=(20, 20), rows=(3, 3), padding=1)
     extremes = [(0, 5), (3, 3), (7, 2), (-4, 6), (19, 20), (INT_MIN, 1), (0, INT_MAX)]  # the last row is padding
     ranges = torch.tensor(extremes, dtype=torch.int32)
-    cases.assert_agrees(attend_impl, leading, dict(kwargs, kv_range=ranges, win_range=ranges.flip(0).roll(-1, 0).contiguous()))
+    cases.assert_agrees(
+        attend_impl, leading, dict(kwargs, kv_range=ranges, win_range=ranges.flip(0).roll(-1, 0).contiguous())
+    )
 
 
 @pytest.mark.parametrize("plane", ["kv", "win"])
 def test_pages_at_the_end_of_a_large_strided_pool(attend_impl, plane: str) -> None:
-    """Over 4 GiB and over 2**31 elements into the pool: 32-bit arithmetic would read elsewhere. Untouched pages cost nothing."""
-    options = dict(planes="window" if plane == "win" else "main", dtype="bfloat16", format="bf16", win_format="bf16", kv_heads=1)
+    """Over 4 GiB and over 2**31 elements into the pool: 32-bit arithmetic would read elsewhere. Untouched pages cost
+    nothing."""
+    options = dict(
+        planes="window" if plane == "win" else "main", dtype="bfloat16", format="bf16", win_format="bf16", kv_heads=1
+    )
     leading, kwargs = cases.attend(**options)
     small, table_name = kwargs[plane], "win_page_table" if plane == "win" else "page_table"
     pages, page, heads, dim = small.shape
@@ -331,8 +402,9 @@ def test_pages_at_the_end_of_a_large_strided_pool(attend_impl, plane: str) -> No
     large = pool.as_strided((pages, page, heads, dim), (page_stride, heads * dim, dim, 1))
     large.copy_(small)
     assert kwargs[table_name].max() >= pages - 2 and page_stride * (pages - 2) > 1 << 31
-    cases.assert_same_bits(cases.run(attend_impl, leading, dict(kwargs, **{plane: large})),
-                           cases.run(attend_impl, leading, kwargs))  # fmt: skip
+    cases.assert_same_bits(
+        cases.run(attend_impl, leading, dict(kwargs, **{plane: large})), cases.run(attend_impl, leading, kwargs)
+    )
 
 
 def test_strided_planes_and_queries(attend_impl) -> None:
@@ -349,7 +421,9 @@ def test_strided_planes_and_queries(attend_impl) -> None:
 # repeatability
 
 
-@pytest.mark.parametrize("shape", ["gqa", "gqa selected", "8 heads", "128 heads", "both planes", "long", "long selected"])
+@pytest.mark.parametrize(
+    "shape", ["gqa", "gqa selected", "8 heads", "128 heads", "both planes", "long", "long selected"]
+)
 @pytest.mark.parametrize(("dtype", "format"), [("float32", "fp32"), ("bfloat16", "bf16")])
 def test_same_bits_over_runs_and_threads(attend_impl, shape: str, dtype: str, format: str) -> None:
     options = dict(SHAPES[shape], dtype=dtype, format=format, win_format=format)
@@ -368,7 +442,9 @@ def test_same_bits_over_runs_and_threads(attend_impl, shape: str, dtype: str, fo
         cases.assert_same_bits(result, results[0])
 
 
-@pytest.mark.parametrize("shape", ["gqa", "gqa 9 over 3", "gqa selected", "8 heads", "both planes", "both planes, all entries"])
+@pytest.mark.parametrize(
+    "shape", ["gqa", "gqa 9 over 3", "gqa selected", "8 heads", "both planes", "both planes, all entries"]
+)
 @pytest.mark.parametrize(("dtype", "format"), [("float32", "fp32"), ("bfloat16", "bf16")])
 def test_batch_invariance(attend_impl, shape: str, dtype: str, format: str) -> None:
     """A row's bits depend neither on its neighbours nor on how its sequence was cut into steps."""
@@ -383,16 +459,26 @@ def test_batch_invariance(attend_impl, shape: str, dtype: str, format: str) -> N
     start = 0
     for rows in (1, 7, 16, 3, 13):
         first, last = length - 40 + start, length - 40 + start + rows
-        part = (q[start : start + rows], torch.tensor([0, rows], dtype=torch.int32), torch.tensor([last], dtype=torch.int32),
-                *whole[3:5], rows, last)  # fmt: skip
+        part = (
+            q[start : start + rows],
+            torch.tensor([0, rows], dtype=torch.int32),
+            torch.tensor([last], dtype=torch.int32),
+            *whole[3:5],
+            rows,
+            last,
+        )
         cut = dict(kwargs, **{name: kwargs[name][start : start + rows] for name in per_row})
         out, lse = cases.run(attend_impl, part, cut)
-        cases.assert_same_bits((out, lse), (expected[0][start : start + rows], expected[1][start : start + rows]), f"from {first}")
+        cases.assert_same_bits(
+            (out, lse), (expected[0][start : start + rows], expected[1][start : start + rows]), f"from {first}"
+        )
         start += rows
     # the same rows as one sequence each of a larger batch, in another order
     order = torch.randperm(40)
     batch = (q[order], torch.arange(41, dtype=torch.int32), (length - 39 + order).int(), *whole[3:5], 1, length)
-    tables = {name: kwargs[name].expand(40, -1).contiguous() for name in ("page_table", "win_page_table") if name in kwargs}
+    tables = {
+        name: kwargs[name].expand(40, -1).contiguous() for name in ("page_table", "win_page_table") if name in kwargs
+    }
     spread = dict(kwargs, **tables, **{name: kwargs[name][order] for name in per_row})
     cases.assert_same_bits(cases.run(attend_impl, batch, spread), (expected[0][order], expected[1][order]))
 
@@ -401,34 +487,70 @@ def test_batch_invariance(attend_impl, shape: str, dtype: str, format: str) -> N
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "q rank": (dict(q=torch.zeros(7, 16)), "attend: q: expected float32 or bfloat16 or float16 [T, Hq, D], got float32 [7, 16]"),
-    "q dtype": (dict(q=torch.zeros(9, 4, 16, dtype=torch.float64)), "attend: q: expected float32 or bfloat16 or float16 [T, Hq, D]"),
+    "q rank": (
+        dict(q=torch.zeros(7, 16)),
+        "attend: q: expected float32 or bfloat16 or float16 [T, Hq, D], got float32 [7, 16]",
+    ),
+    "q dtype": (
+        dict(q=torch.zeros(9, 4, 16, dtype=torch.float64)),
+        "attend: q: expected float32 or bfloat16 or float16 [T, Hq, D]",
+    ),
     "129 heads": (dict(q=torch.zeros(9, 129, 16)), "attend: q: expected 1 to 128 heads (axis 1), got 129"),
     "heads": (dict(q=torch.zeros(9, 3, 16)), "attend: q: expected a multiple of the planes' 2 heads, got 3"),
-    "lengths": (dict(seq_lens=torch.zeros(3, dtype=torch.int32)), "attend: seq_lens: expected int32 [B] with B = 4, got int32 [3]"),
-    "long lengths": (dict(seq_lens=torch.zeros(4, dtype=torch.int64)), "attend: seq_lens: expected int32 [B], got int64 [4]; convert it"),
+    "lengths": (
+        dict(seq_lens=torch.zeros(3, dtype=torch.int32)),
+        "attend: seq_lens: expected int32 [B] with B = 4, got int32 [3]",
+    ),
+    "long lengths": (
+        dict(seq_lens=torch.zeros(4, dtype=torch.int64)),
+        "attend: seq_lens: expected int32 [B], got int64 [4]; convert it",
+    ),
     "wrong tag": (dict(format="bf16"), "attend: kv: expected bfloat16 elements for format 'bf16', got float32"),
     "unknown tag": (dict(format="fp8"), "attend: format: expected one of fp32, bf16, fp16, int8, got 'fp8'"),
-    "index format": (dict(format="int8_index_h"), "attend: format: expected one of fp32, bf16, fp16, int8, got 'int8_index_h'"),
-    "no scale": (dict(kv=torch.zeros(25, 4, 2, 16, dtype=torch.int8), format="int8"),
-                 "attend: kv_scale: expected a scale plane for format 'int8', got None"),
+    "index format": (
+        dict(format="int8_index_h"),
+        "attend: format: expected one of fp32, bf16, fp16, int8, got 'int8_index_h'",
+    ),
+    "no scale": (
+        dict(kv=torch.zeros(25, 4, 2, 16, dtype=torch.int8), format="int8"),
+        "attend: kv_scale: expected a scale plane for format 'int8', got None",
+    ),
     "page size": (dict(page_size=16), "attend: page_size: expected 0 or the plane's 4, got 16"),
     "v_dim": (dict(v_dim=17), "attend: v_dim: expected at most the 16 elements of a kv row, got 17"),
     "nan scale": (dict(scale=float("nan")), "attend: scale: expected a finite number, got nan"),
-    "no plane": (dict(kv=None, page_table=None), "attend: kv: expected a main plane, a window plane (win), or both, got neither"),
-    "no table": (dict(page_table=None), "attend: page_table: expected int32 [B, max_pages] for the main plane, got None"),
-    "window of kv": (dict(window=5), "attend: window: expected 0 without a window plane, got 5; pass win, or kv_range for kv"),
-    "index heads": (dict(indices=torch.zeros(9, 3, 2, dtype=torch.int32)),
-                    "attend: indices: expected Hi = 1 (shared), 2 (per KV head) or 4 (per query head), got 3"),
-    "index dtype": (dict(indices=torch.zeros(9, 1, 2, dtype=torch.int64)), "attend: indices: expected int32 [T, Hi, K], got int64"),
-    "counts alone": (dict(index_counts=torch.zeros(9, 1, dtype=torch.int32)), "attend: index_counts: expected None without indices"),
+    "no plane": (
+        dict(kv=None, page_table=None),
+        "attend: kv: expected a main plane, a window plane (win), or both, got neither",
+    ),
+    "no table": (
+        dict(page_table=None),
+        "attend: page_table: expected int32 [B, max_pages] for the main plane, got None",
+    ),
+    "window of kv": (
+        dict(window=5),
+        "attend: window: expected 0 without a window plane, got 5; pass win, or kv_range for kv",
+    ),
+    "index heads": (
+        dict(indices=torch.zeros(9, 3, 2, dtype=torch.int32)),
+        "attend: indices: expected Hi = 1 (shared), 2 (per KV head) or 4 (per query head), got 3",
+    ),
+    "index dtype": (
+        dict(indices=torch.zeros(9, 1, 2, dtype=torch.int64)),
+        "attend: indices: expected int32 [T, Hi, K], got int64",
+    ),
+    "counts alone": (
+        dict(index_counts=torch.zeros(9, 1, dtype=torch.int32)),
+        "attend: index_counts: expected None without indices",
+    ),
     "block alone": (dict(select_block=16), "attend: select_block: expected 1 without indices, got 16"),
     "sinks": (dict(sinks=torch.zeros(2)), "attend: sinks: expected float32 [Hq] with Hq = 4, got float32 [2]"),
     "strided row": (dict(kv=torch.zeros(25, 4, 2, 32)[..., ::2]), "attend: kv: expected last axis with stride 1"),
     "ratio": (dict(ratio=0), "attend: ratio: expected at least 1 token an entry, got 0"),
-    "win without window": (dict(win=torch.zeros(25, 4, 2, 16), win_format="fp32", win_page_table=torch.zeros(4, 6, dtype=torch.int32)),
-                           "attend: window: expected a window of at least 1 token, win_range or win_indices, got 0"),
-}  # fmt: skip
+    "win without window": (
+        dict(win=torch.zeros(25, 4, 2, 16), win_format="fp32", win_page_table=torch.zeros(4, 6, dtype=torch.int32)),
+        "attend: window: expected a window of at least 1 token, win_range or win_indices, got 0",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -449,7 +571,10 @@ def test_refusals_say_what_to_do(name: str) -> None:
         (dict(cu_seqlens_q=[0, 3, 2, 5, 7]), "attend: cu_seqlens_q: expected ascending values"),
         (dict(cu_seqlens_q=[1, 3, 4, 5, 7]), "attend: cu_seqlens_q: expected a first value of 0, got 1"),
         (dict(cu_seqlens_q=[0, 3, 4, 5, 99]), "attend: cu_seqlens_q: expected a last value of at most T = 9, got 99"),
-        (dict(page_table="short"), "attend: page_table: expected a page for entry 20 of sequence 3, got 5 pages of 4 entries"),
+        (
+            dict(page_table="short"),
+            "attend: page_table: expected a page for entry 20 of sequence 3, got 5 pages of 4 entries",
+        ),
         (dict(page_table="far"), "attend: page_table: expected pages from 0 to 24 in sequence 3, got 25"),
         (dict(page_table="negative"), "attend: page_table: expected pages from 0 to 24 in sequence 3, got -1"),
     ],

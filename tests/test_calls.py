@@ -13,9 +13,29 @@ CASES = [pytest.param(line, phase, id=f"{line.layer}-{phase}") for line in lines
 
 def test_the_page_lists_every_layer_kind() -> None:
     text = " ".join(line.layer for line in lines())
-    for kind in ("V3.2", "GLM-5", "V4 ratio 0", "V4 ratio 4", "V4 ratio 128", "V4.1 Full", "Reindex", "Reuse", "V4.1 window",
-                 "MiniMax-M3", "NSA compressed", "NSA selected", "NSA window", "MoBA", "Quest", "index plane", "draft tree",
-                 "non-causal drafts", "bounded replay", "prefix cascade", "context-parallel"):  # fmt: skip
+    for kind in (
+        "V3.2",
+        "GLM-5",
+        "V4 ratio 0",
+        "V4 ratio 4",
+        "V4 ratio 128",
+        "V4.1 Full",
+        "Reindex",
+        "Reuse",
+        "V4.1 window",
+        "MiniMax-M3",
+        "NSA compressed",
+        "NSA selected",
+        "NSA window",
+        "MoBA",
+        "Quest",
+        "index plane",
+        "draft tree",
+        "non-causal drafts",
+        "bounded replay",
+        "prefix cascade",
+        "context-parallel",
+    ):
         assert kind in text
     assert {phase for line in lines() for phase in line.phases} == set(PHASES)
 
@@ -45,5 +65,7 @@ def test_cascade_joined_by_lse_is_one_softmax(attend_impl) -> None:
     assert len(parts) == 2 and whole.q_heads == parts[0].q_heads
     joined = torch.logaddexp(results[0][1], results[1][1])
     weights = [torch.exp(part_lse - joined).nan_to_num() for _, part_lse in results]
-    torch.testing.assert_close(sum(w[..., None] * o for w, (o, _) in zip(weights, results, strict=True)), out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        sum(w[..., None] * o for w, (o, _) in zip(weights, results, strict=True)), out, atol=1e-5, rtol=1e-5
+    )
     torch.testing.assert_close(joined, lse, atol=1e-5, rtol=1e-5)

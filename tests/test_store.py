@@ -99,8 +99,12 @@ def test_far_slots_of_a_large_pool(store_impl) -> None:
 def test_a_slot_past_the_plane_is_refused_and_writes_nothing(store_impl, slot: int) -> None:
     plane, _ = empty_plane("fp32")
     before = plane.clone()
-    with pytest.raises(sparse_attn.InvalidCall, match=r"store: slots: expected less than pages \* page_size = 12, got "):
-        sparse_attn.store(torch.randn(2, 2, 20), plane, torch.tensor([3, slot]), format="fp32", backend=store_impl.backend)
+    with pytest.raises(
+        sparse_attn.InvalidCall, match=r"store: slots: expected less than pages \* page_size = 12, got "
+    ):
+        sparse_attn.store(
+            torch.randn(2, 2, 20), plane, torch.tensor([3, slot]), format="fp32", backend=store_impl.backend
+        )
     assert torch.equal(plane, before)
 
 

@@ -33,7 +33,9 @@ def gqa(tokens: int = 5, batch: int = 2, dtype: torch.dtype = torch.float32, pag
 def window() -> tuple[tuple, dict]:
     leading, kwargs = gqa()
     table = kwargs["page_table"]
-    return leading, dict(win=torch.randn(24, 4, 1, 16), win_page_table=table, win_format="fp32", window=3, sinks=torch.randn(4))
+    return leading, dict(
+        win=torch.randn(24, 4, 1, 16), win_page_table=table, win_format="fp32", window=3, sinks=torch.randn(4)
+    )
 
 
 @pytest.mark.parametrize("call", [gqa, window], ids=["main", "window"])
@@ -93,7 +95,9 @@ def test_store_then_attend_compiles() -> None:
     rows, slots = torch.randn(3, 2, 16), torch.tensor([0, 17, 4])
     plane, compiled_plane = kwargs["kv"].clone(), kwargs["kv"].clone()
     expected = step(rows, plane, slots, leading[0])
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")(rows, compiled_plane, slots, leading[0])
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")(
+        rows, compiled_plane, slots, leading[0]
+    )
     assert torch.equal(compiled, expected) and torch.equal(compiled_plane, plane)
 
 
@@ -117,7 +121,9 @@ def test_fakes_share_the_check() -> None:
     meta_kwargs = {k: x.to("meta") if isinstance(x, Tensor) else x for k, x in kwargs.items()}
     out, lse = OPS.attend(*meta, **meta_kwargs)
     assert out.shape == leading[0].shape and lse.shape == leading[0].shape[:2] and out.device.type == "meta"
-    with pytest.raises(sparse_attn.InvalidCall, match="attend: indices: expected int32 .T, Hi, K. with T = 5, got int32 .4, 2, 4."):
+    with pytest.raises(
+        sparse_attn.InvalidCall, match="attend: indices: expected int32 .T, Hi, K. with T = 5, got int32 .4, 2, 4."
+    ):
         OPS.attend(*meta, **dict(meta_kwargs, indices=meta_kwargs["indices"][:4]))
 
 

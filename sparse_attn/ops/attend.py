@@ -1,4 +1,5 @@
-"""``attend``: sparse attention over paged KV planes, for every layer kind and phase. ``docs/calls.md`` lists the calls."""
+"""``attend``: sparse attention over paged KV planes, for every layer kind and phase. ``docs/calls.md`` lists the
+calls."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ QUERY_DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEADS = 128
 
 _ARGUMENTS = (
-    "Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, float scale, int v_dim, SymInt max_seqlen_q, SymInt max_seq_len, *, "
+    "Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, float scale, int v_dim, SymInt max_seqlen_q, "
+    "SymInt max_seq_len, *, "
     "Tensor? kv=None, Tensor? kv_rope=None, Tensor? kv_scale=None, Tensor? v=None, Tensor? v_scale=None, "
     'Tensor? page_table=None, str format="bf16", str v_format="", int page_size=0, int ratio=1, Tensor? kv_range=None, '
     "Tensor? indices=None, Tensor? index_counts=None, int select_block=1, "
@@ -78,14 +80,21 @@ def check(a: Attend) -> None:
     expect_tensor("attend", "q", a.q, "T, Hq, D", (None, None, None), QUERY_DTYPES, a.q.device)
     q_heads = a.q.shape[1]
     expect(1 <= q_heads <= MAX_HEADS, "attend", "q", f"1 to {MAX_HEADS} heads (axis 1)", q_heads)
-    expect(a.cu_seqlens_q.dim() == 1 and a.cu_seqlens_q.shape[0] >= 1, "attend", "cu_seqlens_q", "int32 [B + 1]",
-           describe(a.cu_seqlens_q))  # fmt: skip
+    expect(
+        a.cu_seqlens_q.dim() == 1 and a.cu_seqlens_q.shape[0] >= 1,
+        "attend",
+        "cu_seqlens_q",
+        "int32 [B + 1]",
+        describe(a.cu_seqlens_q),
+    )
     batch = a.cu_seqlens_q.shape[0] - 1
     _int32("cu_seqlens_q", a.cu_seqlens_q, "B + 1", (batch + 1,), a.q.device)
     _int32("seq_lens", a.seq_lens, "B", (batch,), a.q.device)
     expect(a.v_dim >= 1, "attend", "v_dim", "at least 1", a.v_dim)
     expect(a.scale == a.scale and abs(a.scale) != float("inf"), "attend", "scale", "a finite number", a.scale)
-    expect(a.kv is not None or a.win is not None, "attend", "kv", "a main plane, a window plane (win), or both", "neither")
+    expect(
+        a.kv is not None or a.win is not None, "attend", "kv", "a main plane, a window plane (win), or both", "neither"
+    )
     _check_main(a, batch)
     _check_window(a, batch)
     expect(q_heads % a.kv_heads == 0, "attend", "q", f"a multiple of the planes' {a.kv_heads} heads", q_heads)
@@ -93,7 +102,9 @@ def check(a: Attend) -> None:
         expect_tensor("attend", "sinks", a.sinks, "Hq", (q_heads,), ("float32",), a.q.device, "all")
 
 
-def _int32(name: str, t: Tensor, axes: str, shape: tuple[int | None, ...], device: torch.device, strides: str = "all") -> None:
+def _int32(
+    name: str, t: Tensor, axes: str, shape: tuple[int | None, ...], device: torch.device, strides: str = "all"
+) -> None:
     expect_tensor("attend", name, t, axes, shape, ("int32",), device, strides)
 
 
@@ -105,9 +116,15 @@ def _check_page_size(name: str, given: int, plane: Tensor) -> None:
 def _check_main(a: Attend, batch: int) -> None:
     if a.kv is None:
         given = {
-            "kv_rope": a.kv_rope, "kv_scale": a.kv_scale, "v": a.v, "v_scale": a.v_scale, "page_table": a.page_table,
-            "kv_range": a.kv_range, "indices": a.indices, "index_counts": a.index_counts,
-        }  # fmt: skip
+            "kv_rope": a.kv_rope,
+            "kv_scale": a.kv_scale,
+            "v": a.v,
+            "v_scale": a.v_scale,
+            "page_table": a.page_table,
+            "kv_range": a.kv_range,
+            "indices": a.indices,
+            "index_counts": a.index_counts,
+        }
         for name, t in given.items():
             expect(t is None, "attend", name, "None without a main plane", "a tensor", "pass kv")
         return
@@ -125,7 +142,9 @@ def _check_main(a: Attend, batch: int) -> None:
     if a.v is None:
         expect(not a.v_format, "attend", "v_format", "'' without v", repr(a.v_format))
         expect(a.v_scale is None, "attend", "v_scale", "None without v", "a tensor")
-        expect(a.v_dim <= a.kv.shape[3], "attend", "v_dim", f"at most the {a.kv.shape[3]} elements of a kv row", a.v_dim)
+        expect(
+            a.v_dim <= a.kv.shape[3], "attend", "v_dim", f"at most the {a.kv.shape[3]} elements of a kv row", a.v_dim
+        )
     else:
         v_format = expect_format("attend", "v_format", a.value_format, layout.names("kv"))
         shape = (*a.kv.shape[:3], a.v_dim)
@@ -144,8 +163,13 @@ def _check_main(a: Attend, batch: int) -> None:
     _int32("indices", a.indices, "T, Hi, K", (tokens, None, None), device, "any")
     heads = a.indices.shape[1]
     kv_heads = a.kv.shape[2]
-    expect(heads == 1 or heads == kv_heads or heads == q_heads, "attend", "indices",
-           f"Hi = 1 (shared), {kv_heads} (per KV head) or {q_heads} (per query head)", heads)  # fmt: skip
+    expect(
+        heads == 1 or heads in (kv_heads, q_heads),
+        "attend",
+        "indices",
+        f"Hi = 1 (shared), {kv_heads} (per KV head) or {q_heads} (per query head)",
+        heads,
+    )
     if a.index_counts is not None:
         _int32("index_counts", a.index_counts, "T, Hi", (tokens, heads), device)
 
@@ -167,12 +191,24 @@ def _check_window(a: Attend, batch: int) -> None:
         raise refuse("attend", "win_page_table", "int32 [B, max_pages] for the window plane", "None")
     _int32("win_page_table", a.win_page_table, "B, max_pages", (batch, None), device, "row")
     bounded = a.window > 0 or a.win_range is not None or a.win_indices is not None
-    expect(bounded and a.window >= 0, "attend", "window", "a window of at least 1 token, win_range or win_indices", a.window)
+    expect(
+        bounded and a.window >= 0,
+        "attend",
+        "window",
+        "a window of at least 1 token, win_range or win_indices",
+        a.window,
+    )
     if a.win_range is not None:
         _int32("win_range", a.win_range, "T, 2", (tokens, 2), device)
     else:
-        expect(a.causal, "attend", "win_range", "explicit ranges, as a window ends at its query's position", "None",
-               "pass win_range with causal=False")  # fmt: skip
+        expect(
+            a.causal,
+            "attend",
+            "win_range",
+            "explicit ranges, as a window ends at its query's position",
+            "None",
+            "pass win_range with causal=False",
+        )
     if a.win_indices is not None:
         _int32("win_indices", a.win_indices, "T, 1, K", (tokens, 1, None), device, "any")
 
@@ -180,10 +216,18 @@ def _check_window(a: Attend, batch: int) -> None:
 def check_values(a: Attend) -> None:
     """Raise ``InvalidCall`` if values break the contract. Reads lengths, tables and indices back to the host."""
     starts = a.cu_seqlens_q.tolist()
-    ordered = starts[0] == 0 and all(x <= y for x, y in zip(starts, starts[1:], strict=False)) and starts[-1] <= a.q.shape[0]
+    ordered = (
+        starts[0] == 0 and all(x <= y for x, y in zip(starts, starts[1:], strict=False)) and starts[-1] <= a.q.shape[0]
+    )
     expect(ordered, "attend", "cu_seqlens_q", f"0 = first <= ... <= last <= T = {a.q.shape[0]}", starts)
     longest = max((y - x for x, y in zip(starts, starts[1:], strict=False)), default=0)
-    expect(longest <= a.max_seqlen_q, "attend", "max_seqlen_q", f"at least the longest query part, {longest}", a.max_seqlen_q)
+    expect(
+        longest <= a.max_seqlen_q,
+        "attend",
+        "max_seqlen_q",
+        f"at least the longest query part, {longest}",
+        a.max_seqlen_q,
+    )
     tokens = max(a.seq_lens.tolist(), default=0)
     expect(tokens <= a.max_seq_len, "attend", "max_seq_len", f"at least the longest sequence, {tokens}", a.max_seq_len)
     for name, indices in (("indices", a.indices), ("win_indices", a.win_indices)):
@@ -193,12 +237,16 @@ def check_values(a: Attend) -> None:
         if name == "indices" and a.index_counts is not None:
             used = a.index_counts.unsqueeze(-1)
         live = (torch.arange(indices.shape[2], device=indices.device) < used) & (indices >= 0)
-        values = torch.where(live, indices, -1 - torch.arange(indices.shape[2], device=indices.device, dtype=torch.int32))
+        values = torch.where(
+            live, indices, -1 - torch.arange(indices.shape[2], device=indices.device, dtype=torch.int32)
+        )
         ordered_values = values.sort(dim=-1).values
         again = (ordered_values[..., 1:] == ordered_values[..., :-1]).any(dim=-1)
         if bool(again.any()):
             t, h = again.nonzero()[0].tolist()
-            raise refuse("attend", name, "no index twice in a row", f"a duplicate in row {t}, head {h}", "it would count twice")
+            raise refuse(
+                "attend", name, "no index twice in a row", f"a duplicate in row {t}, head {h}", "it would count twice"
+            )
 
 
 def facts(a: Attend) -> Call:
@@ -246,8 +294,13 @@ def _check_outputs(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     tokens, heads, _ = a.q.shape
     dtype = str(a.q.dtype).removeprefix("torch.")
     expect_tensor("attend", "out", out, "T, Hq, v_dim", (tokens, heads, a.v_dim), (dtype,), a.q.device, "all")
-    expect(a.return_lse == (lse is not None), "attend", "lse", "a tensor exactly when return_lse is True",
-           "None" if lse is None else "a tensor")  # fmt: skip
+    expect(
+        a.return_lse == (lse is not None),
+        "attend",
+        "lse",
+        "a tensor exactly when return_lse is True",
+        "None" if lse is None else "a tensor",
+    )
     if lse is not None:
         expect_tensor("attend", "lse", lse, "T, Hq", (tokens, heads), ("float32",), a.q.device, "all")
 
@@ -321,38 +374,41 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention of packed queries over selected entries of paged KV planes, in one softmax.
 
-    For query row ``t`` and head ``h``, over the entries ``n`` that the row attends in the main plane and in the window plane:
-    ``out = sum_n exp(s_n) v_n / (exp(sink_h) + sum_n exp(s_n))`` and ``lse = ln sum_n exp(s_n)`` with
-    ``s_n = scale * q . k_n``. The sink is in the denominator of ``out`` only. An entry that both planes hold counts twice.
+    For query row ``t`` and head ``h``, over the entries ``n`` that the row attends in the main plane and in the window
+    plane: ``out = sum_n exp(s_n) v_n / (exp(sink_h) + sum_n exp(s_n))`` and ``lse = ln sum_n exp(s_n)`` with
+    ``s_n = scale * q . k_n``. The sink is in the denominator of ``out`` only. An entry that both planes hold counts
+    twice.
 
     Prefill, chunked prefill, decode and draft verification are one call. Sequence ``b`` has the query rows
     ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``; the last of them stands at token position ``p = seq_lens[b] - 1``.
 
     Args (T query rows, B sequences, Hq query heads, Hkv KV heads; every tensor on one device):
         q: float32, bfloat16 or float16 ``[T, Hq, D]``, 1 to 128 heads, a multiple of Hkv.
-        cu_seqlens_q: int32 ``[B + 1]``, first row of each sequence, starting at 0. Rows from ``cu_seqlens_q[B]`` on are padding.
+        cu_seqlens_q: int32 ``[B + 1]``, first row of each sequence, starting at 0. Rows from ``cu_seqlens_q[B]`` on are
+            padding.
         seq_lens: int32 ``[B]``, tokens of each sequence, this step included.
         scale: factor of the scores; never derived.
         v_dim: elements of an output row.
         max_seqlen_q, max_seq_len: host bounds of query rows a sequence and of ``seq_lens``.
-        kv: main plane ``[pages, page_size, Hkv, D - Dr]`` in ``format``. Any strides but in the last axis: a view into a larger
-            pool is read in place.
+        kv: main plane ``[pages, page_size, Hkv, D - Dr]`` in ``format``. Any strides but in the last axis: a view into
+            a larger pool is read in place.
         kv_rope: the last ``Dr`` elements of each key where they are stored apart, ``[pages, page_size, Hkv, Dr]``.
-        v: values ``[pages, page_size, Hkv, v_dim]`` in ``v_format`` (default: ``format``). None: the first ``v_dim`` elements of
-            each kv row.
+        v: values ``[pages, page_size, Hkv, v_dim]`` in ``v_format`` (default: ``format``). None: the first ``v_dim``
+            elements of each kv row.
         kv_scale, v_scale: float16 ``[pages, page_size, Hkv]`` for format ``int8``.
         page_table: int32 ``[B, max_pages]``, physical page of each logical page of the main plane.
         format, v_format, win_format: names in ``sparse_attn.layout.FORMATS``.
         page_size, win_page_size: 0, or the plane's own as a check.
         ratio: tokens an entry of the main plane stands for.
-        kv_range: int32 ``[T, 2]``, visible entries ``[lo, hi)`` of each row. None: ``[0, (p + 1) // ratio)``, or every entry
-            of the sequence if not causal.
-        indices: int32 ``[T, Hi, K]``, Hi in {1, Hkv, Hq}, any strides: logical entries (or blocks of ``select_block`` entries)
-            to attend. Invisible, negative and out-of-range ones are masked wherever they stand. None: all visible entries.
+        kv_range: int32 ``[T, 2]``, visible entries ``[lo, hi)`` of each row. None: ``[0, (p + 1) // ratio)``, or every
+            entry of the sequence if not causal.
+        indices: int32 ``[T, Hi, K]``, Hi in {1, Hkv, Hq}, any strides: logical entries (or blocks of ``select_block``
+            entries) to attend. Invisible, negative and out-of-range ones are masked wherever they stand. None: all
+            visible entries.
         index_counts: int32 ``[T, Hi]``, how many leading indices of a row count. None: K.
         select_block: entries an index stands for. Block ``b`` is clipped to the visible range.
-        win: window plane ``[pages, page_size, Hkv, D]`` in ``win_format``, one entry a token, values in the first ``v_dim``
-            elements.
+        win: window plane ``[pages, page_size, Hkv, D]`` in ``win_format``, one entry a token, values in the first
+            ``v_dim`` elements.
         win_page_table: int32 ``[B, max_pages]`` of the window plane; columns outside the ranges are never read.
         window: tokens ``[p - window + 1, p]`` are attended in the window plane.
         win_range: int32 ``[T, 2]``, explicit range of token positions instead of ``window``.
@@ -364,20 +420,47 @@ def attend(
         backend: ``"auto"``, or a name, which then runs or refuses.
 
     Returns:
-        ``out [T, Hq, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse`` float32 ``[T, Hq]`` (natural logarithm,
-        without the sink). A row that attends nothing, padding, and rows of sequences of length 0 or less have ``out = 0`` and
-        ``lse = -inf``.
+        ``out [T, Hq, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse`` float32 ``[T, Hq]`` (natural
+        logarithm, without the sink). A row that attends nothing, padding, and rows of sequences of length 0 or less
+        have ``out = 0`` and ``lse = -inf``.
 
     Raises:
         InvalidCall: an argument breaks the contract.
         NoBackend: no kernel can run the call; every reason is in the message.
     """
     out, lse = torch.ops.sparse_attn.attend(
-        q, cu_seqlens_q, seq_lens, scale, v_dim, max_seqlen_q, max_seq_len,
-        kv=kv, kv_rope=kv_rope, kv_scale=kv_scale, v=v, v_scale=v_scale, page_table=page_table, format=format,
-        v_format=v_format, page_size=page_size, ratio=ratio, kv_range=kv_range, indices=indices, index_counts=index_counts,
-        select_block=select_block, win=win, win_page_table=win_page_table, win_format=win_format, win_page_size=win_page_size,
-        window=window, win_range=win_range, win_indices=win_indices, sinks=sinks, causal=causal, return_lse=return_lse,
-        batch_invariant=batch_invariant, backend=backend,
-    )  # fmt: skip
+        q,
+        cu_seqlens_q,
+        seq_lens,
+        scale,
+        v_dim,
+        max_seqlen_q,
+        max_seq_len,
+        kv=kv,
+        kv_rope=kv_rope,
+        kv_scale=kv_scale,
+        v=v,
+        v_scale=v_scale,
+        page_table=page_table,
+        format=format,
+        v_format=v_format,
+        page_size=page_size,
+        ratio=ratio,
+        kv_range=kv_range,
+        indices=indices,
+        index_counts=index_counts,
+        select_block=select_block,
+        win=win,
+        win_page_table=win_page_table,
+        win_format=win_format,
+        win_page_size=win_page_size,
+        window=window,
+        win_range=win_range,
+        win_indices=win_indices,
+        sinks=sinks,
+        causal=causal,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+        backend=backend,
+    )
     return (out, lse) if return_lse else out

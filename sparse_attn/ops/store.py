@@ -72,7 +72,8 @@ def _fake(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
 
 library.define(
     _op,
-    'store(Tensor rows, Tensor(a!) plane, Tensor slots, *, Tensor(b!)? scale=None, str format="bf16", str backend="auto") -> ()',
+    "store(Tensor rows, Tensor(a!) plane, Tensor slots, *, Tensor(b!)? scale=None, "
+    'str format="bf16", str backend="auto") -> ()',
     _kernel,
     _fake,
 )
@@ -90,14 +91,14 @@ def store(
     """Write ``rows`` into ``plane`` in place, converted to the plane's format.
 
     Formats with scales (``int8``, ``int8_index_h``) quantise each row of each head by itself:
-    ``scale = float16(amax / 127)``, rounded up, ``stored = clamp(round_half_even(row / scale), -127, 127)``. A row with a
-    non-finite element gets a non-finite scale, so that reading it shows the fault.
+    ``scale = float16(amax / 127)``, rounded up, ``stored = clamp(round_half_even(row / scale), -127, 127)``. A row with
+    a non-finite element gets a non-finite scale, so that reading it shows the fault.
 
     Args (T rows, H heads; every tensor on one device):
         rows: float32, bfloat16 or float16 ``[T, H, D]``.
         plane: ``[pages, page_size, H, D]`` in ``format``, any strides but in the last axis.
-        slots: int64 ``[T]``, ``page * page_size + offset`` of each row; a negative slot skips its row. Two rows in one slot
-            are the caller's error (``SPARSE_ATTN_CHECKS=debug`` finds it).
+        slots: int64 ``[T]``, ``page * page_size + offset`` of each row; a negative slot skips its row. Two rows in one
+            slot are the caller's error (``SPARSE_ATTN_CHECKS=debug`` finds it).
         scale: float16 ``[pages, page_size, H]`` for formats with scales.
         format: a name in ``sparse_attn.layout.FORMATS``.
         backend: ``"auto"``, or a name, which then runs or refuses.
