@@ -61,6 +61,7 @@ $(BIN)/pip:
 # A plain `pip install torch` may bring gigabytes of another device's libraries, so an existing torch is kept.
 $(STAMPS)/torch: $(BIN)/pip
 	@mkdir -p $(@D)
+	@echo "setting up $(VENV): the first time takes minutes and downloads some hundred megabytes"
 	$(BIN)/python -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9))' \
 	  2>/dev/null || $(PIP) "$(TORCH)"
 	@touch $@

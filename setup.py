@@ -55,9 +55,7 @@ class CMakeBuild(build_ext):
             jobs = self.parallel or os.cpu_count() or 1
             subprocess.run([cmake, "--build", build, "--parallel", str(jobs)], check=True)
         except subprocess.CalledProcessError as error:
-            raise CompileError(
-                f"a native module did not build, see the messages above; {WITHOUT}"
-            ) from error
+            raise CompileError(f"a native module did not build, see the messages above; {WITHOUT}") from error
 
     def configuration(self, package: Path) -> tuple[str, list[str]]:
         """The cmake command and its arguments. Raises one sentence about everything missing."""
@@ -73,8 +71,7 @@ class CMakeBuild(build_ext):
         missing = [need for need, found in needs.items() if not found]
         if missing:
             raise CompileError(
-                f"native modules need {', '.join(needs)}; not found: {', '.join(missing)}; "
-                f"install them or {WITHOUT}"
+                f"native modules need {', '.join(needs)}; not found: {', '.join(missing)}; install them or {WITHOUT}"
             )
         ninja = find_tool("ninja")
         return str(cmake), [
@@ -98,8 +95,7 @@ BACKENDS = [
 
 setup(
     # Listed by hand: automatic discovery does not see a package that is mapped to another folder.
-    packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"], exclude=[f"{PACKAGE}.backends*"])
-    + BACKENDS,
+    packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"], exclude=[f"{PACKAGE}.backends*"]) + BACKENDS,
     package_dir={f"{PACKAGE}.backends": "backends"},
     package_data={PACKAGE: ["py.typed"]},
     ext_modules=native_modules(),

@@ -56,7 +56,6 @@ def _impls(name: str, module: ModuleType) -> list[Impl]:
             raise TypeError(f"IMPLS: expected sparse_attn.registry.Impl, got {type(impl).__name__}")
         if impl.backend != name:
             raise ValueError(
-                f"IMPLS: expected backend {name!r}, the name of its folder or entry point, "
-                f"got {impl.backend!r}"
+                f"IMPLS: expected backend {name!r}, the name of its folder or entry point, got {impl.backend!r}"
             )
     return list(impls)

@@ -55,9 +55,7 @@ def test_doctor_agrees_with_the_registry():
     done = run("-m", "sparse_attn", "doctor", "--json")
     report = json.loads(done.stdout)
     assert list(report) == [*REPORT, "usable", "advice"]
-    assert [
-        name for name in REPORT if isinstance(report[name], dict) and "error" in report[name]
-    ] == []
+    assert [name for name in REPORT if isinstance(report[name], dict) and "error" in report[name]] == []
     expected = {
         op: {
             label: registry.availability(impl) or "available"
@@ -87,10 +85,7 @@ def test_doctor_survives_a_truncated_native_module(checkout):
     code, report = doctor_json(checkout)
     assert report["native"] == {"error": "the process died of SIGBUS"}
     assert code == (0 if report["usable"] else 1)
-    assert any(
-        native_file(checkout).name in sentence and "SIGBUS" in sentence
-        for sentence in report["advice"]
-    )
+    assert any(native_file(checkout).name in sentence and "SIGBUS" in sentence for sentence in report["advice"])
 
 
 def test_doctor_says_why_a_native_module_does_not_load(checkout):
@@ -172,10 +167,7 @@ def test_a_probe_that_ends_or_hangs_is_a_value(checkout):
     source = path.read_text().replace("PROBE_SECONDS = 120", "PROBE_SECONDS = 3")
     body = "    os._exit(7) if os.environ['END'] == 'exit' else __import__('time').sleep(60)\n"
     path.write_text(source.replace("def system() -> Any:\n", f"def system() -> Any:\n{body}"))
-    probe = (
-        "import json; from doctor import collect;"
-        "print(json.dumps(collect(['python', 'system', 'cpu'])))"
-    )
+    probe = "import json; from doctor import collect;print(json.dumps(collect(['python', 'system', 'cpu'])))"
     ends = {"exit": "the process ended with exit code 7", "hang": "no answer within 3 s"}
     for end, reason in ends.items():
         done = run("-c", probe, cwd=checkout / "sparse_attn", END=end)
@@ -188,14 +180,8 @@ def test_a_probe_that_ends_or_hangs_is_a_value(checkout):
 def test_support_lists_every_kernel(capsys):
     assert main(["support", "--json"]) == 0
     ops = json.loads(capsys.readouterr().out)["ops"]
-    listed = [
-        (op, entry["backend"], entry["priority"])
-        for op, entries in ops.items()
-        for entry in entries
-    ]
-    assert sorted(listed) == sorted(
-        (i.op, i.backend, i.priority) for i in registry.implementations()
-    )
+    listed = [(op, entry["backend"], entry["priority"]) for op, entries in ops.items() for entry in entries]
+    assert sorted(listed) == sorted((i.op, i.backend, i.priority) for i in registry.implementations())
 
 
 def test_support_of_one_op_as_text():

@@ -53,9 +53,7 @@ def violations(path: Path, source: str | None = None) -> list[str]:
     ours = {m for m in imports(path, source) if within(m, "sparse_attn")}
     wrong: set[str] = set()
     if layer == ["serving"]:
-        wrong = {
-            m for m in ours if not within(m, *_package("serving", "ops", "layout", "registry"))
-        }
+        wrong = {m for m in ours if not within(m, *_package("serving", "ops", "layout", "registry"))}
         if path.stem in NO_TORCH:
             wrong |= {m for m in imports(path, source) if within(m, "torch")}
     elif layer == ["backends"] and name != "sparse_attn.backends":
@@ -128,17 +126,14 @@ def test_the_rules_admit(file, source):
 
 
 def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_importing_the_package_loads_no_backend_and_no_engine():
     loaded = run(
-        "import sys, torch; before = set(sys.modules); import sparse_attn;"
-        "print(*sorted(set(sys.modules) - before))"
+        "import sys, torch; before = set(sys.modules); import sparse_attn;print(*sorted(set(sys.modules) - before))"
     ).split()
     assert "sparse_attn.registry" in loaded
     foreign = [m for m in loaded if within(m, *FOREIGN, "sparse_attn.backends")]
@@ -149,17 +144,12 @@ def test_importing_the_package_loads_no_backend_and_no_engine():
 def test_declaring_limits_loads_no_kernel_language():
     """Every backend can be imported, for its limits, on a machine that cannot run it."""
     loaded = run(
-        "import sys; from sparse_attn import registry; registry.implementations();"
-        "print(*sorted(sys.modules))"
+        "import sys; from sparse_attn import registry; registry.implementations();print(*sorted(sys.modules))"
     ).split()
-    assert [
-        m for m in loaded if within(m, "triton", "torch_npu") or m.startswith("sparse_attn._")
-    ] == []
+    assert [m for m in loaded if within(m, "triton", "torch_npu") or m.startswith("sparse_attn._")] == []
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in NO_TORCH if (ROOT / f"sparse_attn/serving/{n}.py").exists()]
-)
+@pytest.mark.parametrize("name", [n for n in NO_TORCH if (ROOT / f"sparse_attn/serving/{n}.py").exists()])
 def test_modules_of_rules_run_without_torch(name):
     run(
         "import sys, types; sys.modules['torch'] = None;"
@@ -170,8 +160,5 @@ def test_modules_of_rules_run_without_torch(name):
 
 def test_importing_the_package_is_quick_beside_torch():
     """Goal: 100 ms over torch. The bound here is generous, as machines are shared."""
-    code = (
-        "import time, torch; start = time.perf_counter(); import sparse_attn;"
-        "print(time.perf_counter() - start)"
-    )
+    code = "import time, torch; start = time.perf_counter(); import sparse_attn;print(time.perf_counter() - start)"
     assert min(float(run(code)) for _ in range(2)) < 0.5

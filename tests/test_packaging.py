@@ -77,9 +77,7 @@ def test_torch_is_in_no_base_dependency():
 
 
 def test_makefile_installs_what_the_build_requires():
-    listed = re.search(
-        r"^requires = \[(.+)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
+    listed = re.search(r"^requires = \[(.+)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     made = re.search(r"^BUILD_REQUIRES := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert listed.group(1).replace(",", "").split() == made.group(1).split()
 
@@ -118,9 +116,7 @@ def test_wheel_from_sdist_in_a_clean_environment(sdist, tmp_path):
         assert site in Path(file).parents
     installed = {path.name.split(".")[0] for path in site.glob("sparse_attn/_*.so")}
     assert installed == {f"_{name}" for name in NATIVE}
-    assert (
-        sorted(p.parent.name for p in site.glob("sparse_attn/backends/*/__init__.py")) == BACKENDS
-    )
+    assert sorted(p.parent.name for p in site.glob("sparse_attn/backends/*/__init__.py")) == BACKENDS
 
     done = subprocess.run(
         [python, "-m", "sparse_attn", "doctor", "--json"],
