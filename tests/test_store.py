@@ -9,7 +9,7 @@ from cases import DTYPES
 import sparse_attn
 from sparse_attn import layout, reference
 
-FORMATS = list(layout.FORMATS)
+FORMATS = [*layout.names("kv"), *layout.names("index")]
 SCALED = [name for name in FORMATS if layout.FORMATS[name].scale_dtype]
 
 

@@ -29,7 +29,7 @@ def check(a: Store) -> None:
     """Raise ``InvalidCall`` if shapes, dtypes, devices or options break the contract."""
     expect_tensor("store", "rows", a.rows, "T, H, D", (None, None, None), ROW_DTYPES, a.rows.device)
     tokens, heads, dim = a.rows.shape
-    format = expect_format("store", "format", a.format, tuple(layout.FORMATS))
+    format = expect_format("store", "format", a.format, layout.names("kv") + layout.names("index"))
     expect_plane("store", "plane", a.plane, format, (None, None, heads, dim), a.rows.device, a.scale, "scale")
     expect(a.plane.shape[1] >= 1, "store", "plane", "pages of at least 1 entry (axis 1)", a.plane.shape[1])
     expect_tensor("store", "slots", a.slots, "T", (tokens,), ("int64",), a.rows.device, "all")
