@@ -372,7 +372,8 @@ class Attention {
       return;
     }
     const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
-    for (int n = tile.first; n < tile.last; n += kQkRows) {
+    // From a multiple of kQkRows on, so that no group of scores ends after the tile.
+    for (int n = tile.first / kQkRows * kQkRows; n < tile.last; n += kQkRows) {
       for (int64_t lane = 0; lane < shape_.padded_lanes;) {
         const int64_t width = panel_lanes(lane);
         const float* panel = q + lane * all_steps + (part == 1 ? steps(parts.dim[0]) * width : 0);
