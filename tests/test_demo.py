@@ -58,10 +58,10 @@ def filled(selector, tokens: int, chunks: list[int]):
     table = torch.randperm(PAGES)[: -(-tokens // PAGE)]
     entry = torch.arange(tokens)
     slots = table[entry // PAGE] * PAGE + entry % PAGE
-    plane.view(-1, KV_HEADS, DIM)[slots] = keys
     start = 0
     for chunk in chunks:
         part = slice(start, start + chunk)
+        plane.view(-1, KV_HEADS, DIM)[slots[part]] = keys[part]
         selector.write(layer, keys[part], plane, slots[part], entry[part] + 1)
         start += chunk
     assert start == tokens
