@@ -276,6 +276,7 @@ def test_methods(method: str, layers: int, index: float, selection: Selection, w
     assert model.bytes_per_token() == {"main": LLAMA.bytes_per_token()["main"], "index": layers * index}
     assert (model.layers[-1].selection, model.layers[-1].window) == (selection, window)
     assert model.layers[: 32 - layers] == LLAMA.layers[: 32 - layers]
+    assert sparse(LLAMA, METHODS[method], 1).bytes_per_token() == model.bytes_per_token()
 
 
 def test_int8_keys_and_int4_index() -> None:
