@@ -72,8 +72,8 @@ def grouped_scores(q: Tensor, keys: Tensor, visible: Tensor, scale: float | Tens
 
     Args:
         q: ``[T, Hq, D]``.
-        keys: ``[L, Hkv, D]``.
-        visible: int64 ``[T]``; row t sees ``keys[:visible[t]]``.
+        keys: ``[Hkv, L, D]``.
+        visible: int64 ``[T]``; row t sees ``keys[:, :visible[t]]``.
         scale: factor of the scores, one number or ``[Hkv, 1, L]``.
 
     Returns:
@@ -83,7 +83,7 @@ def grouped_scores(q: Tensor, keys: Tensor, visible: Tensor, scale: float | Tens
 
 
 def grouped_bounds(q: Tensor, low: Tensor, high: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """As ``grouped_scores``, for boxes ``low <= key <= high`` (``[L, Hkv, D]``) instead of keys.
+    """As ``grouped_scores``, for boxes ``low <= key <= high`` (``[Hkv, L, D]``) instead of keys.
 
     The score of a box is the largest that a key in it can have (Quest, arXiv:2406.10774).
     """
@@ -93,9 +93,9 @@ def grouped_bounds(q: Tensor, low: Tensor, high: Tensor, visible: Tensor, scale:
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
     """``[Hkv, T * group, L]``: every query head against the keys of its KV head."""
-    (tokens, heads, dim), kv_heads = q.shape, keys.shape[1]
+    (tokens, heads, dim), kv_heads = q.shape, keys.shape[0]
     rows = q.reshape(tokens, kv_heads, heads // kv_heads, dim).transpose(0, 1)
-    return rows.reshape(kv_heads, -1, dim) @ keys.permute(1, 2, 0)
+    return rows.reshape(kv_heads, -1, dim) @ keys.transpose(1, 2)
 
 
 def _grouped(scores: Tensor, visible: Tensor) -> Tensor:
@@ -121,7 +121,8 @@ def best(scores: Tensor, budget: Tensor, visible: Tensor, first: int, last: int)
     scores.masked_fill_(forced[:, None], torch.inf)
     scores.masked_fill_((place >= visible[:, None])[:, None], -1.0)
     width = int(budget.max())
-    chosen = scores.topk(width, dim=-1).indices.to(torch.int32)
+    equal = bool((budget == width).all())  # else the best must come first, and sorting costs
+    chosen = scores.topk(width, dim=-1, sorted=not equal).indices.to(torch.int32)
     unused = torch.arange(width) >= budget[:, None, None]
     end = torch.iinfo(torch.int32).max
     chosen = chosen.masked_fill_(unused, end).sort(dim=-1).values  # in order of memory
@@ -147,9 +148,8 @@ class TokenSelector:
         self, layer: int, q: Tensor, page_table: Tensor, visible: Tensor, scale: float, budget: Budget
     ) -> Selection:
         length = int(visible.max())
-        keys = self.keys[layer][page_table].flatten(0, 1)[:length].float()
-        scales = self.scales[layer][page_table].flatten(0, 1)[:length].float() * scale
-        scales = scales.T[:, None]
+        keys = _gathered(self.keys[layer], page_table, length)
+        scales = _gathered(self.scales[layer], page_table, length)[:, None] * scale
         counts = budget.entries(visible)
         rows = [
             best(
@@ -161,7 +161,7 @@ class TokenSelector:
             )
             for part in _parts(q.shape[0], q.shape[1] * length)
         ]
-        return Selection(_join(rows), 1, int(counts.sum()) * keys.shape[1])
+        return Selection(_join(rows), 1, int(counts.sum()) * len(keys))
 
 
 class BlockSelector:
@@ -178,19 +178,16 @@ class BlockSelector:
             raise ValueError(f"expected blocks that divide pages of {page_size} entries, got {block}")
         self.block = block
         summaries = {"mean": 1, "bounds": 2}[score]
-        shape = (layers, pages, page_size // block, summaries, kv_heads, dim)
-        self.summaries = torch.zeros(shape)
+        self.summaries = torch.zeros(summaries, layers, pages, page_size // block, kv_heads, dim)
         self.name = f"blocks of {block}, scored on the {score} of their keys"
         self.entry_bytes = summaries * kv_heads * dim * 4 / block
 
     def write(self, layer: int, keys: Tensor, plane: Tensor, slots: Tensor, visible: Tensor) -> None:
         completed = slots[visible % self.block == 0] // self.block  # a block lies in one page
         keys = plane.view(-1, self.block, *plane.shape[2:])[completed]
-        summaries = self.summaries[layer].flatten(0, 1)
-        if summaries.shape[1] == 1:
-            summaries[completed, 0] = keys.mean(dim=1)
-        else:
-            summaries[completed] = torch.stack(keys.aminmax(dim=1), dim=1)
+        found = [keys.mean(dim=1)] if len(self.summaries) == 1 else keys.aminmax(dim=1)
+        for summary, rows in zip(self.summaries[:, layer], found, strict=True):
+            summary.view(-1, *rows.shape[1:])[completed] = rows
 
     def select(
         self, layer: int, q: Tensor, page_table: Tensor, visible: Tensor, scale: float, budget: Budget
@@ -202,7 +199,7 @@ class BlockSelector:
         counts = -(-budget.entries(visible) // self.block)
         counts = torch.minimum(counts.clamp(min=first + last), total)
         length = int(total.max())
-        summaries = self.summaries[layer][page_table].flatten(0, 1)[:length].unbind(dim=1)
+        summaries = [_gathered(summary, page_table, length) for summary in self.summaries[:, layer]]
         rows = []
         for part in _parts(q.shape[0], q.shape[1] * length):
             if len(summaries) == 1:
@@ -212,8 +209,14 @@ class BlockSelector:
                 scores = grouped_bounds(q[part], low, high, complete[part], scale)
             rows.append(best(scores, counts[part], total[part], first, last))
         clipped = total * self.block - visible
-        attended = int((counts * self.block - clipped).sum()) * summaries[0].shape[1]
+        attended = int((counts * self.block - clipped).sum()) * len(summaries[0])
         return Selection(_join(rows), self.block, attended)
+
+
+def _gathered(plane: Tensor, page_table: Tensor, length: int) -> Tensor:
+    """The first ``length`` entries of a sequence, float32 ``[Hkv, length, ...]``, in the order that products like."""
+    entries = plane.index_select(0, page_table).flatten(0, 1)[:length]
+    return entries.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _parts(tokens: int, scores: int) -> list[slice]:
