@@ -12,8 +12,7 @@ namespace {
 
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Up to so many lanes, keys are multiplied with the lanes' queries one by one: lanes would leave
-// vectors half empty.
+// Up to so many lanes, vectors hold keys instead of lanes, which would leave them half empty.
 constexpr int kFewLanes = kWidth / 2;
 
 // Keys of one call of `qk`, and lanes of one call of `pv`: two vectors of sums for each, in the
@@ -188,6 +187,58 @@ struct KeyParts {
   int32_t dim[2];
 };
 
+// Fetches the rows of the next tile into the second-level cache, a few lines at a time between the
+// products of this one: more at once would fill the buffers that the products' own reads need.
+class Prefetcher {
+ public:
+  // To be spread over `calls` calls of `step`.
+  void open(const Tile* tile, int64_t calls) {
+    tile_ = tile;
+    row_ = tile ? tile->first : 0;
+    at_ = 0;
+    part_ = 0;
+    if (!tile) return;
+    const PlaneParams& plane = *tile->plane;
+    rows_[0] = tile->k;
+    rows_[1] = tile->v;
+    rows_[2] = tile->rope;
+    bytes_[0] = row_bytes(plane.k);
+    bytes_[1] = row_bytes(plane.v);
+    bytes_[2] = row_bytes(plane.rope);
+    int64_t lines = 0;
+    for (int64_t bytes : bytes_) lines += (bytes + 63) / 64;
+    lines_ = ((tile->last - tile->first) * lines + calls - 1) / calls;
+  }
+
+  SPARSE_ATTN_INLINE void step() {
+    if (!tile_) return;
+    for (int64_t i = 0; i < lines_; ++i) {
+      while (at_ >= bytes_[part_]) {
+        at_ = 0;
+        if (++part_ < 3) continue;
+        part_ = 0;
+        if (++row_ == tile_->last) {
+          tile_ = nullptr;
+          return;
+        }
+      }
+      prefetch(rows_[part_][row_] + at_);
+      at_ += 64;
+    }
+  }
+
+ private:
+  static int64_t row_bytes(const PagedRows& rows) { return rows.dim * element_bytes(rows.format); }
+
+  const Tile* tile_ = nullptr;
+  const char* const* rows_[3];
+  int64_t bytes_[3];
+  int64_t lines_ = 0;
+  int32_t row_ = 0;
+  int part_ = 0;
+  int64_t at_ = 0;
+};
+
 // Attends chunks of one block of lanes.
 template <class Mode>
 class Attention {
@@ -202,10 +253,7 @@ class Attention {
   }
 
   Attention(const AttendParams& p, const Block& block, Carver* carver)
-      : p_(p),
-        block_(block),
-        shape_(p, lanes_of(block)),
-        few_(heads_per_group(p) <= kFewLanes && (p.main.listed || p.window.listed)) {
+      : p_(p), block_(block), shape_(p, lanes_of(block)), few_(shape_.lanes <= kFewLanes) {
     const int64_t row = p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim;
     zeros_ = carver->take<char>(4 * row + kBytes);
     for (Tile*& tile : tiles_) tile = carver->take<Tile>(1);
@@ -240,6 +288,7 @@ class Attention {
     const Partial total = shape_.partial(partials_[0]), part = shape_.partial(partials_[1]);
     if (!partials) clear(shape_, total);
 
+    for (Tile* tile : tiles_) tile->init(zeros_);
     TileStream stream(p_, block_, begin, end, zeros_);
     Tile *tile = tiles_[0], *next = tiles_[1];
     int64_t chunk = -1, chunks = 0;
@@ -254,6 +303,7 @@ class Attention {
           partials      ? shape_.partial(partials + (chunk - begin) * shape_.partial_floats())
           : chunks == 1 ? total
                         : part;
+      prefetcher_.open(more ? next : nullptr, products(*tile));
       attend_tile(*tile, into);
       Tile* done = tile;
       tile = next;
@@ -275,14 +325,11 @@ class Attention {
     return rows.dim > 0 && rows.format != Mode::kFormat;
   }
 
-  // Steps of four bytes that the two parts of a packed query take, in each lane or before padding.
+  // Steps of four bytes that elements of a key or query take.
   static int64_t steps(int32_t dim) { return (dim + Mode::kGroup - 1) / Mode::kGroup; }
 
-  int64_t few_steps(int32_t dim) const { return round_up(steps(dim), kWidth); }
-
   int64_t packed_floats(const KeyParts& parts) const {
-    if (few_) return shape_.lanes * (few_steps(parts.dim[0]) + few_steps(parts.dim[1]));
-    return shape_.padded_lanes * (steps(parts.dim[0]) + steps(parts.dim[1]));
+    return (few_ ? kFewLanes : shape_.padded_lanes) * (steps(parts.dim[0]) + steps(parts.dim[1]));
   }
 
   int64_t panel_lanes(int64_t lane) const {
@@ -301,8 +348,7 @@ class Attention {
       const Element* elements = query_row(from);
       const int64_t first_lane = lane / kPanel * kPanel;
       const int64_t width = panel_lanes(first_lane);
-      float* to = few_ ? q + lane * (few_steps(parts.dim[0]) + few_steps(parts.dim[1]))
-                       : q + first_lane * all_steps + (lane - first_lane);
+      float* to = few_ ? q + lane * all_steps : q + first_lane * all_steps + (lane - first_lane);
       for (int32_t dim : parts.dim) {
         for (int32_t i = 0; i < dim; i += Mode::kGroup) {
           const int32_t group = dim - i < Mode::kGroup ? dim - i : Mode::kGroup;
@@ -310,7 +356,7 @@ class Attention {
                  static_cast<size_t>(group * kElement));
         }
         elements += dim;
-        to += few_ ? few_steps(dim) : steps(dim) * width;
+        to += steps(dim) * (few_ ? 1 : width);
       }
     }
   }
@@ -333,6 +379,14 @@ class Attention {
       converted[n] = reinterpret_cast<const char*>(to);
     }
     return converted;
+  }
+
+  // Calls of the inner loops for a tile.
+  int64_t products(const Tile& tile) const {
+    const int64_t rows = tile.last - tile.first;
+    const int64_t keys =
+        few_ ? rows / kWidth + 1 : (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1);
+    return keys + shape_.o_ld / kPanel * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
   }
 
   void attend_tile(const Tile& tile, const Partial& into) {
@@ -365,19 +419,19 @@ class Attention {
   void multiply_keys(const Tile& tile, const char* const* rows, const KeyParts& parts, int part,
                      const float* q) {
     const int32_t dim = parts.dim[part];
+    const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
     if (few_) {
-      const int64_t ld = few_steps(parts.dim[0]) + few_steps(parts.dim[1]);
-      if (part == 1) q += few_steps(parts.dim[0]);
-      for (int32_t lane = 0; lane < shape_.lanes; lane += 4) {
-        few(tile, rows, dim, q + lane * ld, ld, part == 1, scores_ + lane * kTile,
-            shape_.lanes - lane);
+      if (part == 1) q += steps(parts.dim[0]);
+      for (int n = tile.first / kWidth * kWidth; n < tile.last; n += kWidth) {
+        prefetcher_.step();
+        multiply_few(rows + n, dim, q, all_steps, part == 1, scores_ + n);
       }
       return;
     }
-    const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
     // From a multiple of kQkRows on, so that no group of scores ends after the tile.
     for (int n = tile.first / kQkRows * kQkRows; n < tile.last; n += kQkRows) {
       for (int64_t lane = 0; lane < shape_.padded_lanes;) {
+        prefetcher_.step();
         const int64_t width = panel_lanes(lane);
         const float* panel = q + lane * all_steps + (part == 1 ? steps(parts.dim[0]) * width : 0);
         float* s = scores_ + n * shape_.padded_lanes + lane;
@@ -391,26 +445,19 @@ class Attention {
     }
   }
 
-  void few(const Tile& tile, const char* const* rows, int32_t dim, const float* q, int64_t ld,
-           bool adds, float* s, int32_t lanes) {
-    switch (lanes) {
+  void multiply_few(const char* const* rows, int32_t dim, const float* q, int64_t q_ld, bool adds,
+                    float* s) {
+    switch (shape_.lanes) {
       case 1:
-        return few_lanes<1>(tile, rows, dim, q, ld, adds, s);
+        return qk_few<Mode, 1>(rows, dim, q, q_ld, adds, s, kTile);
       case 2:
-        return few_lanes<2>(tile, rows, dim, q, ld, adds, s);
+        return qk_few<Mode, 2>(rows, dim, q, q_ld, adds, s, kTile);
       case 3:
-        return few_lanes<3>(tile, rows, dim, q, ld, adds, s);
+        return qk_few<Mode, 3>(rows, dim, q, q_ld, adds, s, kTile);
+      case 4:
+        return qk_few<Mode, 4>(rows, dim, q, q_ld, adds, s, kTile);
       default:
-        return few_lanes<4>(tile, rows, dim, q, ld, adds, s);
-    }
-  }
-
-  template <int kLanes>
-  void few_lanes(const Tile& tile, const char* const* rows, int32_t dim, const float* q, int64_t ld,
-                 bool adds, float* s) {
-    constexpr int kRows = few_rows(kLanes);
-    for (int n = tile.first / kRows * kRows; n < tile.last; n += kRows) {
-      qk_few<Mode, kLanes>(rows + n, dim, q, ld, adds, s + n, kTile);
+        return qk_few<Mode, kFewLanes>(rows, dim, q, q_ld, adds, s, kTile);
     }
   }
 
@@ -423,14 +470,14 @@ class Attention {
   }
 
   void softmax(const Tile& tile, const Partial& into) {
+    if (few_ || tile.mixed()) bound_lanes(tile);
     if (few_) {
       for (int32_t lane = 0; lane < shape_.lanes; ++lane) {
-        softmax_lane<Mode>(tile, factors_, scores_ + lane * kTile,
-                           {into.maximum + lane, into.sum + lane, alpha_ + lane});
+        const LaneState state = {into.maximum + lane, into.sum + lane, alpha_ + lane};
+        softmax_lane<Mode>(tile, factors_, scores_ + lane * kTile, low_[lane], high_[lane], state);
       }
       return;
     }
-    if (tile.mixed()) bound_lanes(tile);
     for (int64_t lane = 0; lane < shape_.padded_lanes; lane += kWidth) {
       const LaneState state = {into.maximum + lane, into.sum + lane, alpha_ + lane};
       float* s = scores_ + lane;
@@ -457,6 +504,7 @@ class Attention {
   }
 
   uint64_t seen_by_row(const Tile& tile, int32_t r) const {
+    if (tile.plane->listed) return tile.seen;
     const EntryRange range = visible_range(*tile.plane, p_.causal, block_.row + r,
                                            block_.position + r, p_.seq_lens[block_.sequence]);
     return row_bits(range.low - tile.base, range.high - tile.base);
@@ -528,6 +576,7 @@ class Attention {
     const int begin = tile.first / Mode::kGroup,
               end = (tile.last + Mode::kGroup - 1) / Mode::kGroup;
     float* to = o + lane * shape_.o_ld;
+    prefetcher_.step();
     if (few_) {
       pv<Mode, kLanes, true>(scores_ + lane * kTile, kTile, rows, offset, begin, end, alpha_ + lane,
                              to, shape_.o_ld);
@@ -553,6 +602,7 @@ class Attention {
   Element *k_buffer_, *rope_buffer_, *v_buffer_, *v_rest_;
   int64_t buffer_ld_;
   float* partials_[2];
+  Prefetcher prefetcher_;
 };
 
 // The mode that a call computes in. bf16 products where queries are bf16 and every row is bf16 or

@@ -4,7 +4,7 @@
 // Rows hold elements of the mode's type, kGroup of them in the four bytes of a lane. Both loops
 // take four bytes of one operand at a time, broadcast, against vectors of the other:
 //   qk       a key against a panel of queries, one lane per vector element
-//   qk_few   a key against one query after the other, elements of the key in the vector (few lanes)
+//   qk_few   a query against keys, one key per vector element (few lanes)
 //   pv       a probability against elements of a value, in the vector
 // Each score and each output element is summed in one order, whichever the shape of the loop around
 // it is.
@@ -92,50 +92,47 @@ inline void qk(const char* const* rows, int32_t dim, const float* q, bool adds, 
   }
 }
 
-// Lanes of a call of qk_few take this many slots.
-constexpr int few_slots(int lanes) { return lanes > 2 ? 4 : lanes; }
-
-// Keys that a call of qk_few takes.
-constexpr int few_rows(int lanes) { return kWidth / few_slots(lanes); }
-
-// Scores of few_rows(kLanes) keys against kLanes queries: s[lane * ld + r]. Queries are rows of
-// vectors, `q_ld` floats apart, zero beyond the key's elements.
+// Scores of kWidth keys against kLanes queries: s[lane * ld + key], added to what is there if
+// `adds`. Queries are rows of steps, `q_ld` floats apart. The keys are in the vector: sums run as
+// in `qk`, and give the same bits.
 template <class Mode, int kLanes>
 inline void qk_few(const char* const* rows, int32_t dim, const float* q, int64_t q_ld, bool adds,
                    float* s, int64_t ld) {
-  constexpr int kRows = few_rows(kLanes);
-  const int32_t bytes = dim * static_cast<int32_t>(sizeof(typename Mode::Element));
-  Floats sum[kWidth] = {};  // of (lane, r) at lane * kRows + r
-  const auto add = [&](int32_t at, auto key) {
-    Floats b[kLanes];
+  Floats sum[kLanes];
+#pragma GCC unroll 8
+  for (int lane = 0; lane < kLanes; ++lane) sum[lane] = adds ? load(s + lane * ld) : Floats{};
+  const auto add = [&](const char* const* from, int64_t offset, int32_t step, int steps) {
+    Floats keys[4];  // [fours of rows in a vector][row]: rows j, 4 + j, ... for keys[j]
 #pragma GCC unroll 4
-    for (int lane = 0; lane < kLanes; ++lane) b[lane] = load(q + lane * q_ld + at / 4);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const Floats a = key(rows[r] + at);
+    for (int j = 0; j < 4; ++j) {
+      const char* row[kWidth / 4];
+      for (int i = 0; i < kWidth / 4; ++i) row[i] = from[4 * i + j];
+      keys[j] = load_fours(row, offset);
+    }
+    transpose_fours(keys);
 #pragma GCC unroll 4
+    for (int j = 0; j < steps; ++j) {
+#pragma GCC unroll 8
       for (int lane = 0; lane < kLanes; ++lane) {
-        sum[lane * kRows + r] = Mode::dot(a, b[lane], sum[lane * kRows + r]);
+        sum[lane] = Mode::dot(keys[j], broadcast_bytes(q + lane * q_ld + step + j), sum[lane]);
       }
     }
   };
-  int32_t at = 0;
-  for (; at + kBytes <= bytes; at += kBytes) {
-    add(at, [](const char* p) { return load(p); });
-  }
-  if (at < bytes) {
-    add(at, [=](const char* p) { return load_partial(p, bytes - at); });
-  }
-  float scores[kWidth];
-  store(scores, sums(sum));
-#pragma GCC unroll 4
-  for (int lane = 0; lane < kLanes; ++lane) {
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const float score = scores[lane * kRows + r];
-      s[lane * ld + r] = adds ? s[lane * ld + r] + score : score;
+  const int32_t whole = dim / (4 * Mode::kGroup) * 4;  // steps that come in fours
+  for (int32_t step = 0; step < whole; step += 4) add(rows, 4 * step, step, 4);
+  const int32_t left = dim - whole * Mode::kGroup;
+  if (left > 0) {  // elements; the rest of the last steps is zero
+    char last[kWidth][16] = {};
+    const char* last_rows[kWidth];
+    for (int r = 0; r < kWidth; ++r) {
+      memcpy(last[r], rows[r] + 4 * whole,
+             static_cast<size_t>(left) * sizeof(typename Mode::Element));
+      last_rows[r] = last[r];
     }
+    add(last_rows, 0, whole, (left + Mode::kGroup - 1) / Mode::kGroup);
   }
+#pragma GCC unroll 8
+  for (int lane = 0; lane < kLanes; ++lane) store(s + lane * ld, sum[lane]);
 }
 
 // Panel of outputs of kLanes lanes: o[lane * o_ld + i] = alpha[lane] * o[..] + sum over groups

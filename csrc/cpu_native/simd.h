@@ -48,6 +48,9 @@ SPARSE_ATTN_INLINE Floats load_partial(const void* p, int64_t bytes) {
   return x;
 }
 
+// Into the second-level cache: the first level has too few buffers for what gathers miss.
+SPARSE_ATTN_INLINE void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
+
 SPARSE_ATTN_INLINE Floats broadcast(float x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_set1_ps(x);
@@ -93,15 +96,6 @@ SPARSE_ATTN_INLINE Floats max(Floats a, Floats b) {
 
 SPARSE_ATTN_INLINE float max(float a, float b) { return a > b ? a : b; }
 
-SPARSE_ATTN_INLINE float sum(Floats x) {  // halves are added, as in `sums`
-  float lane[kWidth];
-  store(lane, x);
-  for (int half = kWidth / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
-}
-
 SPARSE_ATTN_INLINE float largest(Floats x) {
   float lane[kWidth];
   store(lane, x);
@@ -129,26 +123,54 @@ SPARSE_ATTN_INLINE Floats exp2(Floats x) {
 
 SPARSE_ATTN_INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }
 
-template <int kBlock, int... kLane>
-SPARSE_ATTN_INLINE Floats add_blocks(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
-  // Blocks 2i and 2i + 1 of x are added into block 2i, those of y into block 2i + 1.
-  const Floats even =
-      __builtin_shufflevector(x, y, (kLane / kBlock % 2 == 0 ? kLane : kLane - kBlock + kWidth)...);
-  const Floats odd =
-      __builtin_shufflevector(x, y, (kLane / kBlock % 2 == 0 ? kLane + kBlock : kLane + kWidth)...);
-  return even + odd;
+typedef float FourFloats __attribute__((vector_size(16), aligned(1), may_alias));
+
+// Lane 4i + j is element j of p[i].
+SPARSE_ATTN_INLINE Floats load_fours(const char* const* p, int64_t offset) {
+  const auto four = [=](int i) { return *reinterpret_cast<const FourFloats*>(p[i] + offset); };
+#if defined(__AVX512F__)
+  __m512 x = _mm512_castps128_ps512(four(0));
+  x = _mm512_mask_broadcast_f32x4(x, 0x00f0, four(1));
+  x = _mm512_mask_broadcast_f32x4(x, 0x0f00, four(2));
+  return (Floats)_mm512_mask_broadcast_f32x4(x, 0xf000, four(3));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256(four(0)), four(1), 1);
+#else
+  return four(0);
+#endif
 }
 
-// Lane i holds the sum of x[i * kStep]'s lanes, for kWidth / kStep vectors; every sum is taken in
-// the order of `sum`.
-template <int kStep = 1>
-SPARSE_ATTN_INLINE Floats sums(const Floats* x) {
-  if constexpr (kStep == kWidth) {
-    return x[0];
-  } else {
-    return add_blocks<kStep>(sums<2 * kStep>(x), sums<2 * kStep>(x + kStep),
-                             std::make_integer_sequence<int, kWidth>());
-  }
+// Within each four lanes: the first or last two lanes of x and y, by turns; `kUnit` lanes at a
+// time.
+template <int kUnit, bool kLast, int... kLane>
+SPARSE_ATTN_INLINE Floats zip(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(
+      x, y,
+      (kLane / 4 * 4 + (kLast ? 2 : 0) +
+       (kUnit == 1 ? kLane % 4 / 2 + kLane % 2 * kWidth : kLane % 2 + kLane % 4 / 2 * kWidth))...);
+}
+
+template <int kUnit, bool kLast>
+SPARSE_ATTN_INLINE Floats zip(Floats x, Floats y) {
+  return zip<kUnit, kLast>(x, y, std::make_integer_sequence<int, kWidth>());
+}
+
+// x[j] holds, four lanes each, rows j, 4 + j, 8 + j, ... Then lane i of x[j] is element j of row i.
+SPARSE_ATTN_INLINE void transpose_fours(Floats* x) {
+  const Floats a = zip<1, false>(x[0], x[1]), b = zip<1, false>(x[2], x[3]);
+  const Floats c = zip<1, true>(x[0], x[1]), d = zip<1, true>(x[2], x[3]);
+  x[0] = zip<2, false>(a, b);
+  x[1] = zip<2, true>(a, b);
+  x[2] = zip<2, false>(c, d);
+  x[3] = zip<2, true>(c, d);
+}
+
+// Sums of lanes whose numbers agree modulo 4, the lowest lane first.
+SPARSE_ATTN_INLINE FourFloats add_fours(FourFloats sum, Floats x) {
+  FourFloats four[kWidth / 4];
+  memcpy(four, &x, sizeof(x));
+  for (int i = 0; i < kWidth / 4; ++i) sum += four[i];
+  return sum;
 }
 
 // kWidth elements of a format at p, as floats.
@@ -157,10 +179,19 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
   if constexpr (kFormat == Format::kFp32) {
     return load(p);
   } else if constexpr (kFormat == Format::kBf16) {
-    typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
-    Halves x;
-    memcpy(&x, p, sizeof(x));
-    return (Floats)(__builtin_convertvector(x, Ints) << 16);
+#if defined(__AVX512F__)
+    return (Floats)_mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_slli_epi32(
+        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
+    uint16_t x[kWidth];
+    memcpy(x, p, sizeof(x));
+    Floats y;
+    for (int i = 0; i < kWidth; ++i) y[i] = bf16_to_float(x[i]);
+    return y;
+#endif
   } else if constexpr (kFormat == Format::kFp16) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -176,10 +207,18 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
     return y;
 #endif
   } else {
-    typedef int8_t Bytes __attribute__((vector_size(kWidth)));
-    Bytes x;
-    memcpy(&x, p, sizeof(x));
-    return __builtin_convertvector(x, Floats);
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    Floats y;
+    for (int i = 0; i < kWidth; ++i)
+      y[i] = static_cast<float>(reinterpret_cast<const int8_t*>(p)[i]);
+    return y;
+#endif
   }
 }
 

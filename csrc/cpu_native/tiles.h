@@ -23,10 +23,16 @@ struct Tile {
   const char* k[kTile + kPad];
   const char* rope[kTile + kPad];
   const char* v[kTile + kPad];
-  float k_scale[kTile + kPad];  // 1 in formats without scales
-  float v_scale[kTile + kPad];
+  float k_scale[kTile];  // 1 in formats without scales
+  float v_scale[kTile];
 
   bool mixed() const { return seen != seen_by_all; }
+
+  // Makes every row a row of zeros, those past the end for good.
+  void init(const char* zeros) {
+    for (int n = 0; n < kTile + kPad; ++n) k[n] = rope[n] = v[n] = zeros;
+    for (int n = 0; n < kTile; ++n) k_scale[n] = v_scale[n] = 1;
+  }
 };
 
 // Bits [low, high) of a tile's 64 rows; bounds outside of the tile are clipped.
@@ -171,7 +177,10 @@ class TileStream {
     start(tile, seen, seen_by_all);
     tile->base = base;
     for (int32_t n = tile->first; n < tile->last; ++n) {
-      if (!(seen >> n & 1)) continue;
+      if (!(seen >> n & 1)) {
+        clear(tile, n);
+        continue;
+      }
       int32_t page, offset;
       if (!pager_.find(base + n, &page, &offset)) {
         failed_ = true;
@@ -189,10 +198,13 @@ class TileStream {
     tile->seen_by_all = seen_by_all;
     tile->first = __builtin_ctzll(seen);
     tile->last = 64 - __builtin_clzll(seen);
-    for (int32_t n = 0; n < kTile + kPad; ++n) {
-      tile->k[n] = tile->rope[n] = tile->v[n] = zeros_;
-      tile->k_scale[n] = tile->v_scale[n] = 1;
-    }
+    for (int32_t n = 0; n < tile->first; ++n) clear(tile, n);
+    for (int32_t n = tile->last; n < kTile; ++n) clear(tile, n);
+  }
+
+  void clear(Tile* tile, int32_t n) const {
+    tile->k[n] = tile->rope[n] = tile->v[n] = zeros_;
+    tile->k_scale[n] = tile->v_scale[n] = 1;
   }
 
   void place(Tile* tile, int32_t n, int64_t page, int64_t offset) {
@@ -203,9 +215,14 @@ class TileStream {
     if (plane_->v_scale.dim > 0) tile->v_scale[n] = scale_at(plane_->v_scale, page, offset);
   }
 
+  // Also fetches the row's ends. That looks its pages up before the prefetches that follow, which
+  // would wait for the look-up one by one.
   const char* at(const PagedRows& rows, int64_t page, int64_t offset) const {
-    return rows.data + page * rows.page_stride + offset * rows.entry_stride +
-           block_.kv_head * rows.head_stride;
+    const char* row = rows.data + page * rows.page_stride + offset * rows.entry_stride +
+                      block_.kv_head * rows.head_stride;
+    prefetch(row);
+    prefetch(row + rows.dim * element_bytes(rows.format) - 1);
+    return row;
   }
 
   float scale_at(const PagedRows& rows, int64_t page, int64_t offset) const {
