@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -126,6 +126,8 @@ class Batch:
     padding: int = 2
     draw: Callable[..., Tensor] = torch.randn
     """Random numbers of a shape, for queries, keys and weights."""
+    faulty: Sequence[tuple[int, int]] = ()
+    """(sequence, entry) of keys that are NaN."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -172,6 +174,8 @@ class Batch:
         counts = [max((n - self.span) // self.ratio + 1, 0) if n >= self.span else 0 for n in self.lengths]
         wide = 2 if self.option("bounds", False) else 1
         self.keys = [self.normal(n, self.key_heads, wide * self.dim) for n in counts]
+        for b, e in self.faulty:
+            self.keys[b][e] = float("nan")
         if wide == 2:
             halves = [torch.stack(rows.chunk(2, -1)).sort(0).values for rows in self.keys]
             self.keys = [torch.cat(list(pair), -1) for pair in halves]
@@ -201,15 +205,17 @@ class Batch:
 
     def build_candidates(self) -> None:
         size, width = self.option("candidate_block", 8), self.option("candidate_width", 4)
+        lists = self.option("candidate_heads", 1)
         hostile = torch.tensor([-1, -(1 << 31), (1 << 31) - 1, -9])
-        blocks = hostile[torch.arange(width + 3) % 4].repeat(len(self.rows) + self.padding, 1)
+        blocks = hostile[torch.arange(width + 3) % 4].repeat(len(self.rows) + self.padding, lists, 1)
         for t, (b, _) in enumerate(self.rows):
-            reach = -(-len(self.keys[b]) // size) + 1
-            chosen = torch.randperm(reach, generator=self.generator)[:width]
-            places = torch.randperm(width + 3, generator=self.generator)[: len(chosen)]
-            blocks[t, places] = chosen
+            for o in range(lists):
+                reach = -(-len(self.keys[b]) // size) + 1
+                chosen = torch.randperm(reach, generator=self.generator)[:width]
+                places = torch.randperm(width + 3, generator=self.generator)[: len(chosen)]
+                blocks[t, o, places] = chosen
         # any strides
-        self.names["candidates"] = torch.stack([blocks.int()] * 2, -1)[:, None, :, 0]
+        self.names["candidates"] = torch.stack([blocks.int()] * 2, -1)[..., 0]
 
     def visible(self, t: int) -> list[int]:
         b, p = self.rows[t]
@@ -241,21 +247,23 @@ class Batch:
         sums: list[float] = []
         normalisers = []
         for h in range(o * group, (o + 1) * group):
-            top = max((self.scale * x for x in products[h]), default=0.0)
-            normalisers.append((top, sum(math.exp(self.scale * x - top) for x in products[h])))
+            scaled = [self.scale * x for x in products[h] if x == x]
+            top = max(scaled, default=0.0)
+            normalisers.append((top, sum(math.exp(x - top) for x in scaled)))
         for i in range(len(entries)):
             terms = []
             for h in range(o * group, (o + 1) * group):
                 weight = 1.0 if self.weights is None else float(self.weights[t, h])
                 x = cut(products[h][i])
-                if kind == "relu_sum":
-                    x = max(x, 0.0)
+                if kind == "relu_sum" and x < 0:
+                    x = 0.0
                 if kind == "softmax_sum":
                     top, total = normalisers[h - o * group]
                     x = math.exp(self.scale * x - top) / total
                 terms.append(cut(weight * x) if self.weights is not None else x)
             joined = max(terms) if kind == "max" else sum(terms)
-            sums.append(joined if kind == "softmax_sum" else cut(self.scale * joined))
+            score = joined if kind == "softmax_sum" else cut(self.scale * joined)
+            sums.append(-INF if any(x != x for x in terms) else score)
         return sums
 
     def unit_scores(self, t: int, o: int, units: dict[int, list[int]], entries: list[int]) -> dict[int, float]:
@@ -271,13 +279,14 @@ class Batch:
         join = sum if pool == "sum" else max
         return {unit: f32(join(by_entry[e] for e in some)) for unit, some in units.items()}
 
-    def expected(self, t: int, o: int) -> Row:
-        """What row ``t`` selects for list ``o``."""
+    def expected(self, t: int, o: int, scored: bool = False) -> Row:
+        """What row ``t`` selects for list ``o``; ``scored``: values are asked for."""
         visible = entries = self.visible(t)
         if self.rows[t][1] < 0:
             return Row([], [], {}, [])
         if "candidates" in self.names:
-            blocks = self.names["candidates"][t, 0].tolist()
+            given = self.names["candidates"]
+            blocks = given[t, o % given.shape[1]].tolist()
             entries = [e for e in visible if e // self.option("candidate_block", 8) in blocks]
         block, units, all_units = self.option("block", 1), {}, set()
         for e in visible:
@@ -299,18 +308,21 @@ class Batch:
         kept += [u for u in oldest_first[: self.option("keep_first", 0)] if u not in kept]
         kept = kept[:room]
         scores = self.unit_scores(t, o, units, entries)
+        count = self.option("candidate_k", 0)
         free = [u for u in units if u not in kept]
+        if scored or count or self.option("order", "any") == "score" or len(kept) + len(free) > room:
+            free = [u for u in free if scores[u] > -INF]
         free.sort(key=lambda u: (-scores[u], u))
         indices = sorted(kept + free[: room - len(kept)])
         best: list[int] = []
-        count = self.option("candidate_k", 0)
         if count and oldest_first:
             size = self.option("candidate_block", 8)
             maxima: dict[int, float] = {}
             for e, score in scores.items():
                 maxima[e // size] = max(score, maxima.get(e // size, -INF))
             maxima[oldest_first[-1] // size] = INF
-            best = sorted(sorted(maxima, key=lambda b: (-maxima[b], b))[:count])
+            best = [b for b in maxima if maxima[b] > -INF]
+            best = sorted(sorted(best, key=lambda b: (-maxima[b], b))[:count])
         return Row(indices, kept, scores, best)
 
     def arguments(self, dtype: torch.dtype = torch.float32) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -318,7 +330,7 @@ class Batch:
         starts = torch.tensor([sum(self.news[:b]) for b in range(len(self.news) + 1)], dtype=torch.int32)
         lens = torch.tensor(self.lengths, dtype=torch.int32)
         bounds = max(self.news, default=0), max(self.lengths, default=0)
-        skip = ("k", "scale", "candidate_width")
+        skip = ("k", "scale", "candidate_width", "candidate_heads")
         keywords = {n: self.names.get(n, x) for n, x in self.options.items() if n not in skip}
         if self.key_scale is not None:
             keywords["key_scale"] = self.key_scale
@@ -329,8 +341,8 @@ class Batch:
         head = (self.q.to(dtype), weights, starts, lens, plane, self.table, self.options["k"], self.scale)
         return (*head, *bounds), keywords
 
-    def expected_all(self) -> list[list[Row]]:
-        return [[self.expected(t, o) for o in range(self.out_heads)] for t in range(len(self.rows))]
+    def expected_all(self, scored: bool = False) -> list[list[Row]]:
+        return [[self.expected(t, o, scored) for o in range(self.out_heads)] for t in range(len(self.rows))]
 
 
 def batch(line: Line, phase: str, small: bool = True) -> Batch:
@@ -357,6 +369,10 @@ def mistakes(batch: Batch, selected: Selected, expected: list[list[Row]], tolera
                 found.append(f"{where}: {indices[t][o]} of which {counts[t][o]}, expected {row.indices}")
                 continue
             scores = row.scores | dict.fromkeys(row.kept, INF)
+            order = batch.option("order", "any")
+            pairs = [(-scores.get(u, INF) if order == "score" else 0.0, u) for u in chosen]
+            if order != "any" and tolerance == (0.0, 0.0) and pairs != sorted(pairs):
+                found.append(f"{where}: {chosen} is not in order of {order}")
             last = min((scores[u] for u in row.indices), default=0.0)
             slack = tolerance[0] + tolerance[1] * abs(last) if last < INF else 0.0
             for u in set(chosen) ^ set(row.indices):
@@ -365,8 +381,9 @@ def mistakes(batch: Batch, selected: Selected, expected: list[list[Row]], tolera
             if selected.values is not None:
                 values = selected.values[t, o].tolist()
                 for u, value in zip(chosen, values, strict=False):
-                    if value != scores[u] and not abs(value - scores[u]) <= 1e-6 + 1e-5 * abs(scores[u]):
-                        found.append(f"{where}: {u} has value {value}, expected {scores[u]}")
+                    score = scores.get(u, math.nan)
+                    if value != score and not abs(value - score) <= 1e-6 + 1e-5 * abs(score):
+                        found.append(f"{where}: {u} has value {value}, expected {score}")
                 if any(value != -INF for value in values[len(chosen) :]):
                     found.append(f"{where}: values after the last index: {values}")
             if selected.candidate_blocks is not None:
