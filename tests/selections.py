@@ -126,6 +126,7 @@ class Batch:
     padding: int = 2
     draw: Callable[..., Tensor] = torch.randn
     """Random numbers of a shape, for queries, keys and weights."""
+    dtype: torch.dtype = torch.float32
     faulty: Sequence[tuple[int, int]] = ()
     """(sequence, entry) of keys that are NaN."""
 
@@ -152,7 +153,7 @@ class Batch:
             self.build_candidates()
 
     def normal(self, *shape: int) -> Tensor:
-        return self.draw(*shape, generator=self.generator)
+        return self.draw(*shape, generator=self.generator).to(self.dtype).float()
 
     def option(self, name: str, default: Any) -> Any:
         return self.options.get(name, default)
@@ -325,7 +326,7 @@ class Batch:
             best = sorted(sorted(best, key=lambda b: (-maxima[b], b))[:count])
         return Row(indices, kept, scores, best)
 
-    def arguments(self, dtype: torch.dtype = torch.float32) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the call."""
         starts = torch.tensor([sum(self.news[:b]) for b in range(len(self.news) + 1)], dtype=torch.int32)
         lens = torch.tensor(self.lengths, dtype=torch.int32)
@@ -334,11 +335,11 @@ class Batch:
         keywords = {n: self.names.get(n, x) for n, x in self.options.items() if n not in skip}
         if self.key_scale is not None:
             keywords["key_scale"] = self.key_scale
-        plain = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+        plain = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
         keywords.setdefault("format", plain)
-        plane = self.plane if self.key_scale is not None else self.plane.to(dtype)
-        weights = None if self.weights is None else self.weights.to(dtype)
-        head = (self.q.to(dtype), weights, starts, lens, plane, self.table, self.options["k"], self.scale)
+        plane = self.plane if self.key_scale is not None else self.plane.to(self.dtype)
+        weights = None if self.weights is None else self.weights.to(self.dtype)
+        head = (self.q.to(self.dtype), weights, starts, lens, plane, self.table, self.options["k"], self.scale)
         return (*head, *bounds), keywords
 
     def expected_all(self, scored: bool = False) -> list[list[Row]]:
