@@ -142,7 +142,7 @@ class Batch:
         rows = self.sequences(1, heads, 2 * dim)
         if self.uses("k_scale"):  # integers and scales, so that the plane holds exactly what the oracle reads
             rows = [(r * 30).round().clamp(-127, 127) for r in rows]
-            scales = [self.normal(len(r), heads, 2).abs().half().float() for r in rows]
+            scales = [(self.normal(len(r), heads, 2).abs() / 32).half().float() for r in rows]
             scale = Paged(scales, self.page, torch.Generator().manual_seed(9))
             rows_plane = Paged(rows, self.page, torch.Generator().manual_seed(9))  # the same permutation of pages
             plane = rows_plane.plane.nan_to_num(99).to(torch.int8)

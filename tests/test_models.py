@@ -13,7 +13,7 @@ import torch
 
 import sparse_attn
 from sparse_attn import layout
-from sparse_attn.models import BF16, METHODS, PRESETS, Layer, Model, Plane, gqa, sparse
+from sparse_attn.models import BF16, METHODS, PRESETS, Layer, Model, Plane, Selection, gqa, sparse
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -90,19 +90,20 @@ def test_page_of_minimax_m3() -> None:
 @pytest.mark.parametrize(
     ("model", "formats", "window", "state"),
     [
-        # windows: 40 * 128 * 528 and 43 * 128 * 584 bytes; states: DeepSeek's inference code (fp32)
-        (V41, {}, 2.58, 12 / 1024),
-        (V4, {}, 3.07, 11.6),
-        (V4, BF16, 5.38, 11.6),
-        (PRO, {}, 4.35, 17.8),
-        (PRO, BF16, 7.63, 17.8),
+        # windows in MiB: 40 * 128 * 528 and 43 * 128 * 584 bytes; states in KiB: kv_state and score_state, fp32, of
+        # DeepSeek's inference code, [8, 1024] and [8, 256] at ratio 4, [128, 512] at ratio 128; one token of V4.1
+        (V41, {}, 2.58, 3 * 4),
+        (V4, {}, 3.07, 21 * (64 + 16) + 20 * 512),
+        (V4, BF16, 5.38, 21 * (64 + 16) + 20 * 512),
+        (PRO, {}, 4.35, 30 * (64 + 16) + 31 * 512),
+        (PRO, BF16, 7.63, 30 * (64 + 16) + 31 * 512),
     ],
 )
-def test_fixed_bytes_of_a_sequence(model: Model, formats: dict[str, str], window: float, state: float) -> None:
+def test_fixed_bytes_of_a_sequence(model: Model, formats: dict[str, str], window: float, state: int) -> None:
     size = model.fixed_bytes(formats)
     assert size.keys() == {"window", "state"}
     assert size["window"] / MIB == pytest.approx(window, abs=0.006)
-    assert size["state"] / MIB == pytest.approx(state, abs=0.05 if state > 1 else 1e-9)
+    assert size["state"] == state * 1024
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "glm-5.2", "minimax-m3", "llama-3.1-8b", "qwen3-8b"])
@@ -152,6 +153,28 @@ def test_bytes_of_a_sequence(model: Model, formats: dict[str, str], mib: tuple[f
 # --- Who owns and reads what -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("deepseek-v3.2", (128, 1, 576, 512)),
+        ("deepseek-v4-flash", (64, 1, 512, 512)),
+        ("deepseek-v4-pro", (128, 1, 512, 512)),
+        ("deepseek-v4.1-flash", (64, 1, 512, 512)),
+        ("glm-5", (64, 1, 576, 512)),
+        ("glm-5.2", (64, 1, 576, 512)),
+        ("minimax-m3", (64, 4, 128, 128)),
+        ("llama-3.1-8b", (32, 8, 128, 128)),
+        ("qwen3-8b", (32, 8, 128, 128)),
+    ],
+)
+def test_heads_and_dims(name: str, expected: tuple[int, ...]) -> None:
+    layers = PRESETS[name].layers
+    assert {(layer.q_heads, layer.kv_heads, layer.qk_dim, layer.v_dim) for layer in layers} == {expected}
+    for layer in layers:
+        main = PRESETS[name].plane("main" if "main" in layer.reads else "window", layer.number)
+        assert (main.heads, main.rows[0]) == expected[1:3]
+
+
 def test_plan_of_v41_flash() -> None:
     """DeepSeek-V4.1-Flash, config.json: compress_ratios, kv_source_layer_ids, index_source_layer_ids, candidates."""
     assert V41.by_kind() == {
@@ -170,7 +193,6 @@ def test_plan_of_v41_flash() -> None:
     assert [V41.plane("index", number).ratio for number in (2, 8, 14, 20, 36)] == [2, 2, 2, 1, 1]
     assert {layer.number for layer in V41.layers if layer.candidate_owner == 20} == {20, 24, 28, 32, 36}
     assert [V41.layers[number].selection_owner for number in (2, 7, 19, 23, 25, 39)] == [2, 2, 14, 20, 24, 36]
-    assert {(layer.q_heads, layer.kv_heads, layer.qk_dim, layer.v_dim) for layer in V41.layers} == {(64, 1, 512, 512)}
     assert all(layer.window == 128 and layer.sinks for layer in V41.layers)
     for layer in V41.layers[2:]:
         chosen = layer.selection
@@ -239,22 +261,22 @@ LLAMA = PRESETS["llama-3.1-8b"]
 
 
 @pytest.mark.parametrize(
-    ("method", "k", "layers", "index", "out_heads"),
+    ("method", "layers", "index", "selection", "window"),
     [
-        ("tokens", 2048, 32, 8 * (128 + 2), 8),
-        ("quest", 256, 30, 8 * 2 * 256 / 16, 32),
-        ("moba", 3, 32, 8 * 256 / 2048, 32),
-        ("nsa", 16, 32, 8 * 2 * 256 / 16, 8),
+        ("tokens", 32, 8 * (128 + 2), Selection(2048, 32, 128, out_heads=8), 0),
+        ("quest", 30, 8 * 2 * 256 / 16, Selection(256, 32, 128, out_heads=32, block=16), 0),
+        ("moba", 32, 8 * 256 / 2048, Selection(3, 32, 128, out_heads=32, block=2048, keep_last=1), 0),
+        ("nsa", 32, 8 * 2 * 256 / 16, Selection(16, 32, 128, out_heads=8, block=64, keep_first=1, keep_last=2), 512),
     ],
 )
-def test_methods(method: str, k: int, layers: int, index: float, out_heads: int) -> None:
-    model = sparse(LLAMA, METHODS[method], k)
+def test_methods(method: str, layers: int, index: float, selection: Selection, window: int) -> None:
+    """The published settings of each: budgets of 2048 and 4096 tokens, 3 blocks of 2048, 16 blocks of 64."""
+    model = sparse(LLAMA, METHODS[method], selection.k)
     assert len(model.by_kind()["full"]) == layers
     assert model.bytes_per_token() == {"main": LLAMA.bytes_per_token()["main"], "index": layers * index}
-    chosen = model.layers[-1].selection
-    assert chosen and (chosen.k, chosen.heads, chosen.dim) == (k, 32, 128)
-    assert (chosen.block, chosen.out_heads) == (METHODS[method].block, out_heads)
-    assert model.layers[-1].window == (512 if method == "nsa" else 0)
+    assert (model.layers[-1].selection, model.layers[-1].window) == (selection, window)
+    assert model.layers[: 32 - layers] == LLAMA.layers[: 32 - layers]
+    assert sparse(LLAMA, METHODS[method], 1).bytes_per_token() == model.bytes_per_token()
 
 
 def test_int8_keys_and_int4_index() -> None:

@@ -114,6 +114,7 @@ void read_indices(py::handle tensor, PlaneParams* plane) {
   view.strides(3, 1, plane->index_strides);
   plane->index_heads = sizes[1];
   plane->selected = sizes[2];
+  plane->listed = true;
   plane->indices = view.data<const int32_t>();
 }
 
@@ -167,6 +168,7 @@ AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Form
     PlaneParams& main = p.main;
     const py::object v = FIELD("v"), v_format = FIELD("v_format");
     const Format k_format = format_named(FIELD("format"));
+    main.given = true;
     main.k = paged_rows(kv, k_format);
     main.rope = paged_rows(FIELD("kv_rope"), rope_format);
     main.k_scale = paged_scales(FIELD("kv_scale"));
@@ -190,6 +192,7 @@ AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Form
   const py::object win = FIELD("win");
   if (!win.is_none()) {
     PlaneParams& window = p.window;
+    window.given = true;
     window.k = paged_rows(win, format_named(FIELD("win_format")));
     read_pages(win, FIELD("win_page_table"), &window);
     window.range = TensorView(FIELD("win_range")).data<const int32_t>();

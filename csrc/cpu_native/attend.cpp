@@ -61,8 +61,8 @@ void fill_empty(const AttendParams& p, int64_t begin, int64_t end) {
 bool set_chunks(const AttendParams& p, const PlaneParams& plane, int32_t index_head, int which,
                 Block* block) {
   block->first_chunk[which] = block->chunks[which] = 0;
-  if (!plane.k.data) return true;
-  if (plane.indices) {
+  if (!plane.given) return true;
+  if (plane.listed) {
     block->chunks[which] = (listed_entries(plane, block->row, index_head) + kChunk - 1) / kChunk;
     return true;
   }
@@ -102,11 +102,11 @@ class Finder {
 
  private:
   AttendStatus find(int64_t b, int64_t row, int64_t position, int32_t group) const {
-    if (p_.window.k.data) {
+    if (p_.window.given) {
       const AttendStatus status = find(p_.window, b, row, position, 0);
       if (status.error != AttendError::kNone) return status;
     }
-    if (!p_.main.k.data) return {};
+    if (!p_.main.given) return {};
     return find(p_.main, b, row, position, group * p_.main.index_heads / groups(p_));
   }
 
@@ -135,7 +135,7 @@ class Finder {
                                   int64_t position, int64_t index_head) const {
     const EntryRange range = visible_range(plane, p_.causal, row, position, p_.seq_lens[b]);
     std::vector<EntryRange> runs;
-    if (!plane.indices) {
+    if (!plane.listed) {
       if (range.low < range.high) runs.push_back(range);
       return runs;
     }
@@ -163,7 +163,7 @@ struct Rows {
 };
 
 std::vector<Rows> cut_rows(const AttendParams& p) {
-  const bool lists = p.main.indices || p.window.indices;
+  const bool lists = p.main.listed || p.window.listed;
   const int64_t most = lists                                ? 1
                        : kMaxLanes / heads_per_group(p) > 1 ? kMaxLanes / heads_per_group(p)
                                                             : 1;

@@ -10,7 +10,8 @@
 
 namespace sparse_attn {
 
-// Rows of one paged tensor. Strides are in bytes; elements of a row lie side by side.
+// Rows of one paged tensor; absent if dim is 0. Strides are in bytes; elements of a row lie side by
+// side.
 struct PagedRows {
   const char* data = nullptr;  // [pages, page_size, heads, dim]
   int64_t page_stride = 0;
@@ -21,10 +22,11 @@ struct PagedRows {
 };
 
 struct PlaneParams {
-  PagedRows k;        // data is null: the call has no such plane
+  bool given = false;
+  PagedRows k;
   PagedRows rope;     // last elements of each key, where they are stored apart
-  PagedRows v;        // data is null: values are the first elements of k
-  PagedRows k_scale;  // fp16 [pages, page_size, heads]; data is null in formats without scales
+  PagedRows v;        // absent: values are the first elements of k
+  PagedRows k_scale;  // fp16 [pages, page_size, heads], in formats with scales
   PagedRows v_scale;  // of the values, wherever they are
   int64_t pages = 0;
   int64_t page_size = 1;
@@ -32,7 +34,8 @@ struct PlaneParams {
   int64_t page_table_stride = 0;        // elements
   int64_t max_pages = 0;
   const int32_t* range = nullptr;    // [T, 2]; null: from `ratio` and `window`
-  const int32_t* indices = nullptr;  // [T, index_heads, selected]; null: every visible entry
+  bool listed = false;               // false: every visible entry, no indices
+  const int32_t* indices = nullptr;  // [T, index_heads, selected]
   int64_t index_strides[3] = {0, 0, 0};
   int64_t index_heads = 1;
   int64_t selected = 0;

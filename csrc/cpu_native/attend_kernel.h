@@ -57,7 +57,7 @@ struct Shape {
       : lanes(lanes_),
         padded_lanes(round_up(lanes_, kWidth)),
         o_ld(round_up(p.v_dim, kPanel)),
-        rope_dim(p.main.k.data && p.main.rope.data ? p.main.rope.dim : 0) {}
+        rope_dim(p.main.rope.dim) {}
 
   int64_t partial_floats() const { return padded_lanes * (2 + o_ld); }
 
@@ -205,7 +205,7 @@ class Attention {
       : p_(p),
         block_(block),
         shape_(p, lanes_of(block)),
-        few_(heads_per_group(p) <= kFewLanes && (p.main.indices || p.window.indices)) {
+        few_(heads_per_group(p) <= kFewLanes && (p.main.listed || p.window.listed)) {
     const int64_t row = p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim;
     zeros_ = carver->take<char>(4 * row + kBytes);
     for (Tile*& tile : tiles_) tile = carver->take<Tile>(1);
@@ -218,7 +218,7 @@ class Attention {
     main_parts_ = {{p.qk_dim - shape_.rope_dim, shape_.rope_dim}};
     window_parts_ = {{p.qk_dim, 0}};
     q_main_ = q_window_ = carver->take<float>(packed_floats(main_parts_));
-    if (p.window.k.data && shape_.rope_dim > 0)
+    if (p.window.given && shape_.rope_dim > 0)
       q_window_ = carver->take<float>(packed_floats(window_parts_));
     const int64_t ld = round_up(row, kPanel);
     k_buffer_ = carver->take<Element>(converts(p.main.k) || converts(p.window.k) ? kTile * ld : 0);
@@ -232,9 +232,8 @@ class Attention {
   // See Kernels::attend.
   bool run(int64_t begin, int64_t end, float* partials) {
     memset(zeros_, 0, static_cast<size_t>(4 * (p_.qk_dim > p_.v_dim ? p_.qk_dim : p_.v_dim)));
-    if (p_.main.k.data) pack(main_parts_, q_main_);
-    if (p_.window.k.data && (!p_.main.k.data || q_window_ != q_main_))
-      pack(window_parts_, q_window_);
+    if (p_.main.given) pack(main_parts_, q_main_);
+    if (p_.window.given && (!p_.main.given || q_window_ != q_main_)) pack(window_parts_, q_window_);
     for (int64_t chunk = begin; partials && chunk < end; ++chunk) {
       clear(shape_, shape_.partial(partials + (chunk - begin) * shape_.partial_floats()));
     }
@@ -272,7 +271,9 @@ class Attention {
 
   static constexpr int64_t kElement = sizeof(Element);
 
-  static bool converts(const PagedRows& rows) { return rows.data && rows.format != Mode::kFormat; }
+  static bool converts(const PagedRows& rows) {
+    return rows.dim > 0 && rows.format != Mode::kFormat;
+  }
 
   // Steps of four bytes that the two parts of a packed query take, in each lane or before padding.
   static int64_t steps(int32_t dim) { return (dim + Mode::kGroup - 1) / Mode::kGroup; }
@@ -343,13 +344,15 @@ class Attention {
     const char* converted_rope[kTile + kPad];
     const char* converted_v[kTile + kPad];
     const char* const* k = native(tile, plane.k, tile.k, k_buffer_, converted_k);
-    const char* const* v = plane.v.data ? native(tile, plane.v, tile.v, v_buffer_, converted_v) : k;
+    const char* const* v =
+        plane.v.dim > 0 ? native(tile, plane.v, tile.v, v_buffer_, converted_v) : k;
 
     multiply_keys(tile, k, parts, 0, q);
     const float scale = static_cast<float>(p_.scale * 1.44269504088896341);
-    const bool apart = plane.rope.data && plane.k_scale.data;  // the scale is not the rope part's
+    const bool apart =
+        plane.rope.dim > 0 && plane.k_scale.dim > 0;  // the scale is not the rope part's
     if (apart) scale_scores(tile);
-    if (plane.rope.data) {
+    if (plane.rope.dim > 0) {
       multiply_keys(tile, native(tile, plane.rope, tile.rope, rope_buffer_, converted_rope), parts,
                     1, q);
     }
@@ -372,7 +375,8 @@ class Attention {
       return;
     }
     const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
-    for (int n = tile.first; n < tile.last; n += kQkRows) {
+    // From a multiple of kQkRows on, so that no group of scores ends after the tile.
+    for (int n = tile.first / kQkRows * kQkRows; n < tile.last; n += kQkRows) {
       for (int64_t lane = 0; lane < shape_.padded_lanes;) {
         const int64_t width = panel_lanes(lane);
         const float* panel = q + lane * all_steps + (part == 1 ? steps(parts.dim[0]) * width : 0);
@@ -555,7 +559,7 @@ class Attention {
 // int8.
 #if defined(__AVX512BF16__)
 inline bool exact_in_bf16(const PagedRows& rows) {
-  return !rows.data || rows.format == Format::kBf16 || rows.format == Format::kInt8;
+  return rows.dim == 0 || rows.format == Format::kBf16 || rows.format == Format::kInt8;
 }
 
 inline bool computes_in_bf16(const AttendParams& p) {

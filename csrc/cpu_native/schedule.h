@@ -37,7 +37,7 @@ static inline int32_t lanes_of(const Block& block) { return block.rows * block.h
 
 // Groups of heads that share their KV head and index list, in order of heads.
 static inline int32_t groups(const AttendParams& p) {
-  const int32_t index_heads = p.main.indices ? static_cast<int32_t>(p.main.index_heads) : 1;
+  const int32_t index_heads = p.main.listed ? static_cast<int32_t>(p.main.index_heads) : 1;
   return index_heads > p.kv_heads ? index_heads : p.kv_heads;
 }
 

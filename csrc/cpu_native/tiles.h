@@ -83,7 +83,7 @@ class TileStream {
     for (; chunk_ < end_ && !failed_; open_ = false, ++chunk_) {
       if (!open_) open();
       while (position_ < limit_ && !failed_) {
-        if (plane_->indices ? fill_from_list(tile) : fill_from_range(tile)) return true;
+        if (plane_->listed ? fill_from_list(tile) : fill_from_range(tile)) return true;
       }
     }
     return false;
@@ -100,7 +100,7 @@ class TileStream {
     pager_.open(*plane_, block_.sequence);
     const int64_t chunk = in_window ? block_.first_chunk[0] + chunk_
                                     : block_.first_chunk[1] + chunk_ - block_.chunks[0];
-    if (plane_->indices) {
+    if (plane_->listed) {
       position_ = limit_ = 0;
       list(chunk * kChunk, in_window ? 0 : block_.index_head);
     } else {
@@ -197,10 +197,10 @@ class TileStream {
 
   void place(Tile* tile, int32_t n, int64_t page, int64_t offset) {
     tile->k[n] = at(plane_->k, page, offset);
-    if (plane_->rope.data) tile->rope[n] = at(plane_->rope, page, offset);
-    tile->v[n] = plane_->v.data ? at(plane_->v, page, offset) : tile->k[n];
-    if (plane_->k_scale.data) tile->k_scale[n] = scale_at(plane_->k_scale, page, offset);
-    if (plane_->v_scale.data) tile->v_scale[n] = scale_at(plane_->v_scale, page, offset);
+    if (plane_->rope.dim > 0) tile->rope[n] = at(plane_->rope, page, offset);
+    tile->v[n] = plane_->v.dim > 0 ? at(plane_->v, page, offset) : tile->k[n];
+    if (plane_->k_scale.dim > 0) tile->k_scale[n] = scale_at(plane_->k_scale, page, offset);
+    if (plane_->v_scale.dim > 0) tile->v_scale[n] = scale_at(plane_->v_scale, page, offset);
   }
 
   const char* at(const PagedRows& rows, int64_t page, int64_t offset) const {

@@ -146,7 +146,7 @@ def _check_units(a: Select) -> None:
     expect(a.ratio >= 1, "select", "ratio", "at least 1 token an entry", a.ratio)
     ok = a.span == 0 or (a.span >= a.ratio and a.span % a.ratio == 0)
     expect(ok, "select", "span", f"0 or a multiple of the ratio {a.ratio}", a.span)
-    expect(a.block >= 1, "select", "block", "at least 1", a.block)
+    expect(1 <= a.block < 1 << 31, "select", "block", "1 to 2**31 - 1", a.block)
     expect_one_of("select", "pool", a.pool, POOLS)
     if a.block > 1 or a.strides > 1:
         expected = "mean, max or sum where a block takes in several entries (block > 1 or span > ratio)"
@@ -166,7 +166,8 @@ def _check_units(a: Select) -> None:
 
 def _check_candidates(a: Select) -> None:
     expect(a.candidate_k >= 0, "select", "candidate_k", "at least 0", a.candidate_k)
-    expect(a.candidate_block >= 1, "select", "candidate_block", "at least 1 entry a block", a.candidate_block)
+    ok = 1 <= a.candidate_block < 1 << 31
+    expect(ok, "select", "candidate_block", "1 to 2**31 - 1 entries a block", a.candidate_block)
     if a.candidate_role == "none":
         return
     single = a.block == 1 and a.strides == 1
@@ -412,8 +413,8 @@ def select(
         ``Selected`` with ``indices`` int32 ``[T, out_heads, k]``, logical numbers of units, -1 after the ``counts``
         int32 ``[T, out_heads]`` that were selected; ``values`` float32 ``[T, out_heads, k]``, the score of each
         (+inf: always kept; -inf: no index), or None; and ``candidate_blocks`` int32 ``[T, out_heads, candidate_k]``,
-        ascending, then -1, or None. Padding and rows without tokens have no index. ``torch.ops.sparse_attn.select``
-        returns tensors of shape ``[0]`` in the place of None.
+        ascending, then -1, or None. Padding, rows of sequences of length 0 or less, and rows before a sequence's first
+        token have no index. ``torch.ops.sparse_attn.select`` returns tensors of shape ``[0]`` in the place of None.
 
     Raises:
         InvalidCall: an argument breaks the contract.
