@@ -349,8 +349,9 @@ def select(
     * ``relu_sum``: ``scale * sum_h w_h max(x_h, 0)``. The lightning indexer of DeepSeek V3.2, V4, V4.1, GLM-5; Qwen4.
     * ``dot``: ``scale * sum_h w_h x_h``. MiniMax-M3 and MoBA with a head a list; with several, the cheapest scorer.
     * ``max``: ``scale * max_h w_h x_h``.
-    * ``softmax_sum``: ``sum_h w_h exp(scale * x_h) / Z_h``, ``Z_h`` the sum over all entries that the row may read:
-      the probabilities of attention. NSA, InfLLM-v2, and dense models.
+    * ``softmax_sum``: ``sum_h w_h exp(scale * x_h) / Z_h``: the probabilities of attention. ``Z_h`` is the sum over all
+      that is scored: every visible entry (of the candidates, if given), or every unit's mean key; what is always kept
+      included. NSA, InfLLM-v2, and dense models.
 
     ``weights`` may have either sign; None is 1. Scores are rounded to float32 and then compared. With
     ``score_dtype="bf16"`` the score is ``bf16(scale * sum_h bf16(w_h max(bf16(x_h), 0)))``, as V4.1 rounds it (``dot``:
