@@ -17,6 +17,16 @@ def attend_impl(request) -> registry.Impl:
     return request.param
 
 
+@pytest.fixture(params=runnable("select"), ids=lambda impl: impl.backend)
+def select_impl(request) -> registry.Impl:
+    return request.param
+
+
+@pytest.fixture(params=runnable("select_merge"), ids=lambda impl: impl.backend)
+def select_merge_impl(request) -> registry.Impl:
+    return request.param
+
+
 @pytest.fixture(params=runnable("store"), ids=lambda impl: impl.backend)
 def store_impl(request) -> registry.Impl:
     return request.param

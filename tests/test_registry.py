@@ -5,9 +5,15 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
+from merges import Merge
+from selections import Batch
 
 import sparse_attn
 from sparse_attn import env, library, registry
+from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.select import Select
+from sparse_attn.ops.select_merge import SelectMerge
+from sparse_attn.ops.store import Store
 from sparse_attn.registry import Between, Call, Impl, OneOf
 
 CALL = Call("attend", "cpu", (("dtype", "bfloat16"), ("qk_dim", 96), ("selected", 4096)))
@@ -146,17 +152,16 @@ def test_debug_checks_read_values(backends, monkeypatch, changes, sentence) -> N
 
 def test_every_kernel_declares_facts_that_its_card_has() -> None:
     """A misspelt limit would never refuse anything."""
-    from sparse_attn.ops.attend import Attend
-    from sparse_attn.ops.attend import facts as attend_facts
-    from sparse_attn.ops.store import Store
-    from sparse_attn.ops.store import facts as store_facts
-
     leading, kwargs = cases.attend()
     rows, plane = torch.zeros(1, 1, 4), torch.zeros(1, 1, 1, 4)
-    known = {
-        "attend": attend_facts(Attend(*leading, **kwargs)),
-        "store": store_facts(Store(rows, plane, torch.tensor([0]), None, "fp32")),
+    args, keywords = Batch(dict(k=2), 1, 1, False, [3], [1]).arguments()
+    merge, _ = Merge(1, 2).arguments()
+    calls = {
+        "attend": Attend(*leading, **kwargs),
+        "select": Select(*args, **keywords),
+        "select_merge": SelectMerge(*merge),
+        "store": Store(rows, plane, torch.tensor([0]), None, "fp32"),
     }
+    known = {op.name: {name for name, _ in op.facts(calls[op.name]).facts} for op in library.defined()}
     for found in registry.implementations():
-        names = {"device"} | {name for name, _ in known[found.op].facts}
-        assert set(found.limits) <= names, found.backend
+        assert set(found.limits) <= {"device"} | known[found.op], found.backend

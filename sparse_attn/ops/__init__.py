@@ -1,6 +1,8 @@
 """The ops: one card per file. Importing this package defines them under ``torch.ops.sparse_attn``."""
 
 from .attend import attend
+from .select import Selected, select
+from .select_merge import select_merge
 from .store import store
 
-__all__ = ["attend", "store"]
+__all__ = ["Selected", "attend", "select", "select_merge", "store"]
