@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparse_attn import env
-from sparse_attn.checks import refuse
+from sparse_attn.checks import InvalidCall, refuse
 from sparse_attn.layout import FORMATS, PLAIN_FORMATS
 from sparse_attn.registry import Impl, OneOf
 
@@ -28,47 +28,48 @@ def _native() -> ModuleType:
 
 
 def _unavailable() -> str | None:
+    """Why no kernel here can run, in one sentence."""
     try:
         machine = _native().instruction_sets()
     except ImportError as error:
-        return f"the native module sparse_attn._cpu_native does not load ({error}); install again with a C++ compiler"
+        return f"the native module does not load ({error}); install again where a C++ compiler is"
     wanted = env.CPU_ISA.get()
     if wanted in ("auto", *machine):
         return None
     return f"{env.CPU_ISA.name} is {wanted}, this machine runs {', '.join(machine)}"
 
 
-@lru_cache(maxsize=1)
-def _isa() -> int:
+@lru_cache(maxsize=None)
+def _isa(wanted: str) -> int:
+    """Number of an instruction set in the native module; of the best one for ``"auto"``."""
     machine = _native().instruction_sets()
-    wanted = env.CPU_ISA.get()
     return len(machine) - 1 if wanted == "auto" else machine.index(wanted)
 
 
 def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
-    rope = 0 if a.kv_rope is None else _CODES[a.kv_rope.dtype]
-    failure = _native().attend(a, out, lse, _CODES[a.q.dtype], rope, torch.get_num_threads(), _isa())
+    q_code, rope_code = _CODES[a.q.dtype], 0 if a.kv_rope is None else _CODES[a.kv_rope.dtype]
+    threads, isa = torch.get_num_threads(), _isa(env.CPU_ISA.get())
+    failure = _native().attend(a, out, lse, q_code, rope_code, threads, isa)
     if failure is not None:
         raise _refusal(a, *failure)
 
 
-def _refusal(a: Attend, error: object, in_window: bool, first: int, second: int) -> Exception:
-    errors = _native().AttendError
-    plane, table, name = (
-        (a.win, a.win_page_table, "win_page_table") if in_window else (a.kv, a.page_table, "page_table")
-    )
-    if error == errors.first_start:
+def _refusal(a: Attend, error: str, in_window: bool, first: int, second: int) -> InvalidCall:
+    """The exception for a failure that the kernel reports with two values."""
+    if error == "first_start":
         return refuse("attend", "cu_seqlens_q", "a first value of 0", first)
-    if error == errors.last_start:
+    if error == "last_start":
         return refuse("attend", "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", first)
-    if error == errors.descending:
+    if error == "descending":
         return refuse("attend", "cu_seqlens_q", "ascending values", a.cu_seqlens_q.tolist())
-    if error == errors.too_many_rows:
+    if error == "too_many_rows":
         return refuse("attend", "max_seqlen_q", f"at least {first}", a.max_seqlen_q)
-    if error == errors.too_long:
+    if error == "too_long":
         return refuse("attend", "max_seq_len", f"at least {first}", a.max_seq_len)
-    assert plane is not None and table is not None
-    if error == errors.entry_unpaged:
+    table, plane = (a.win_page_table, a.win) if in_window else (a.page_table, a.kv)
+    name = "win_page_table" if in_window else "page_table"
+    assert table is not None and plane is not None
+    if error == "entry_unpaged":
         pages = f"{table.shape[1]} pages of {plane.shape[1]} entries"
         return refuse("attend", name, f"a page for entry {first} of sequence {second}", pages)
     return refuse("attend", name, f"pages from 0 to {plane.shape[0] - 1} in sequence {first}", second)
@@ -90,6 +91,7 @@ IMPLS = (
         "cpu_native",
         limits={"device": _CPU, "format": _KV, "v_format": _KV, "win_format": OneOf(("", *PLAIN_FORMATS))},
         run=_attend,
+        # Standard normal inputs. bfloat16 products flush denormals, and round probabilities to bfloat16.
         tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
         priority=10,
         available=_unavailable,

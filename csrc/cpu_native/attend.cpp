@@ -51,6 +51,7 @@ AttendStatus check_lengths(const AttendParams& p) {
 }
 
 void fill_empty(const AttendParams& p, int64_t begin, int64_t end) {
+  if (begin == end) return;
   const int64_t row = static_cast<int64_t>(p.heads) * p.v_dim * element_bytes(p.q_format);
   memset(p.out + begin * row, 0, static_cast<size_t>((end - begin) * row));
   for (int64_t i = begin * p.heads; p.lse && i < end * p.heads; ++i) p.lse[i] = -INFINITY;

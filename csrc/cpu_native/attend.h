@@ -81,6 +81,11 @@ enum class AttendError : int32_t {
   kPageOutside,   // sequence values[0] uses page values[1], which the plane lacks
 };
 
+constexpr const char* kAttendErrorNames[] = {
+    "none",          "first_start", "last_start",    "descending",
+    "too_many_rows", "too_long",    "entry_unpaged", "page_outside",
+};
+
 struct AttendStatus {
   AttendError error = AttendError::kNone;
   bool in_window = false;  // the plane that the page errors are about

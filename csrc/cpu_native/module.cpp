@@ -11,16 +11,6 @@ using namespace sparse_attn;
 PYBIND11_MODULE(_cpu_native, m) {
   m.doc() = "Kernels of the backend cpu_native.";
 
-  py::enum_<AttendError>(m, "AttendError")
-      .value("none", AttendError::kNone)
-      .value("first_start", AttendError::kFirstStart)
-      .value("last_start", AttendError::kLastStart)
-      .value("descending", AttendError::kDescending)
-      .value("too_many_rows", AttendError::kTooManyRows)
-      .value("too_long", AttendError::kTooLong)
-      .value("entry_unpaged", AttendError::kEntryUnpaged)
-      .value("page_outside", AttendError::kPageOutside);
-
   m.def(
       "attend",
       [](py::handle call, py::handle out, py::handle lse, int q_format, int rope_format,
@@ -35,9 +25,11 @@ PYBIND11_MODULE(_cpu_native, m) {
           status = attend(p);
         }
         if (status.error == AttendError::kNone) return py::none();
-        return py::make_tuple(status.error, status.in_window, status.values[0], status.values[1]);
+        return py::make_tuple(kAttendErrorNames[static_cast<int>(status.error)], status.in_window,
+                              status.values[0], status.values[1]);
       },
-      "Runs attend. Returns None, or (error, in the window plane, first value, second value).");
+      "Runs attend. Returns None, or (name of the error, in the window plane, first value, second "
+      "value).");
 
   m.def(
       "store",

@@ -1,0 +1,23 @@
+# Adds the library sparse_attn_cpu: the kernels, which know neither Python nor torch.
+set(kernels attend.cpp isa.cpp memory.cpp parallel.cpp store.cpp attend_portable.cpp)
+set(instruction_sets portable)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(avx2 -mavx2 -mfma -mf16c)
+  # GCC 12's own AVX-512 headers set off -Wmaybe-uninitialized.
+  set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512
+    -Wno-maybe-uninitialized)
+  set(avx512_bf16 ${avx512} -mavx512bf16)
+  foreach(isa avx2 avx512 avx512_bf16)
+    list(APPEND kernels attend_${isa}.cpp)
+    list(APPEND instruction_sets ${isa})
+    set_source_files_properties("${CMAKE_CURRENT_LIST_DIR}/attend_${isa}.cpp"
+      PROPERTIES COMPILE_OPTIONS "${${isa}}")
+  endforeach()
+endif()
+list(TRANSFORM kernels PREPEND "${CMAKE_CURRENT_LIST_DIR}/")
+
+add_library(sparse_attn_cpu OBJECT ${kernels})
+# Contracting a * b + c where it happens to be possible would make bits depend on how a loop was cut.
+target_compile_options(sparse_attn_cpu PRIVATE -ffp-contract=off -Wno-psabi)
+find_package(Threads REQUIRED)
+target_link_libraries(sparse_attn_cpu PUBLIC Threads::Threads ${CMAKE_DL_LIBS})

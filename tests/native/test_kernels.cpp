@@ -1,0 +1,660 @@
+// The kernels of csrc/cpu_native on random hostile calls, against plain loops in double precision.
+//
+// Every tensor is an allocation of exactly its size. Rows that no lane attends are poisoned for the
+// address sanitizer (reading one ends the program) and hold NaN; so does the padding between
+// strided rows. Page tables hold rubbish outside of what is attended, index lists hold rubbish
+// everywhere.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "common/layout.h"
+#include "common/number.h"
+#include "cpu_native/attend.h"
+#include "cpu_native/store.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define POISON(p, bytes) __asan_poison_memory_region(p, bytes)
+#define UNPOISON(p, bytes) __asan_unpoison_memory_region(p, bytes)
+#else
+#define POISON(p, bytes) (void)(p), (void)(bytes)
+#define UNPOISON(p, bytes) (void)(p), (void)(bytes)
+#endif
+
+namespace {
+
+using namespace sparse_attn;
+
+std::mt19937_64 generator(1);
+
+int64_t below(int64_t n) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(n)); }
+int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
+bool chance(int percent) { return below(100) < percent; }
+float normal() { return std::normal_distribution<float>()(generator); }
+
+#define CHECK(condition, ...)                                \
+  do {                                                       \
+    if (!(condition)) {                                      \
+      printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      printf(__VA_ARGS__);                                   \
+      printf("\n");                                          \
+      exit(1);                                               \
+    }                                                        \
+  } while (0)
+
+double read(const char* p, Format format) {
+  float x;
+  uint16_t half;
+  switch (format) {
+    case Format::kFp32:
+      memcpy(&x, p, 4);
+      return x;
+    case Format::kBf16:
+      memcpy(&half, p, 2);
+      return bf16_to_float(half);
+    case Format::kFp16:
+      memcpy(&half, p, 2);
+      return half_to_float(half);
+    default:
+      return *reinterpret_cast<const int8_t*>(p);
+  }
+}
+
+void write(char* p, Format format, float x) {
+  const uint16_t half = format == Format::kBf16 ? float_to_bf16(x) : float_to_half(x);
+  switch (format) {
+    case Format::kFp32:
+      memcpy(p, &x, 4);
+      return;
+    case Format::kBf16:
+    case Format::kFp16:
+      memcpy(p, &half, 2);
+      return;
+    default:
+      *reinterpret_cast<int8_t*>(p) = static_cast<int8_t>(x);
+  }
+}
+
+// A paged tensor in an allocation of its size, with gaps between its rows.
+struct Plane {
+  std::vector<char> memory;
+  PagedRows rows;
+  int64_t pages, page_size, heads;
+
+  Plane(Format format, int64_t pages_, int64_t page_size_, int64_t heads_, int64_t dim)
+      : pages(pages_), page_size(page_size_), heads(heads_) {
+    const int64_t element = element_bytes(format);
+    rows.format = format;
+    rows.dim = static_cast<int32_t>(dim);
+    rows.head_stride = (dim + below(3)) * element;
+    rows.entry_stride = heads * rows.head_stride + below(3) * element;
+    rows.page_stride = page_size * rows.entry_stride + below(3) * element;
+    const int64_t bytes = (pages - 1) * rows.page_stride + (page_size - 1) * rows.entry_stride +
+                          (heads - 1) * rows.head_stride + dim * element;
+    memory.resize(static_cast<size_t>(bytes));
+    memory.shrink_to_fit();
+    for (int64_t i = 0; i + element <= bytes; i += element) {
+      write(memory.data() + i, format, format == Format::kInt8 ? 127 : NAN);
+    }
+    rows.data = memory.data();
+  }
+
+  char* at(int64_t page, int64_t offset, int64_t head) {
+    return memory.data() + page * rows.page_stride + offset * rows.entry_stride +
+           head * rows.head_stride;
+  }
+
+  void fill(int64_t page, int64_t offset, int64_t head, bool positive) {
+    for (int64_t d = 0; d < rows.dim; ++d) {
+      const bool whole = rows.format == Format::kInt8;
+      const float x = positive ? 0.01f + 0.02f * fabsf(normal())
+                      : whole  ? static_cast<float>(between(-127, 127))
+                               : normal();
+      write(at(page, offset, head) + d * element_bytes(rows.format), rows.format, x);
+    }
+  }
+
+  int64_t row_bytes() const { return rows.dim * element_bytes(rows.format); }
+};
+
+struct PlaneCase {
+  std::vector<Plane> tensors;  // k, then those that are given of rope, v, k_scale, v_scale
+  int k = -1, rope = -1, v = -1, k_scale = -1, v_scale = -1;
+  std::vector<int32_t> table, range, indices, counts;
+  PlaneParams params;
+
+  int add(Format format, int64_t pages, int64_t page_size, int64_t heads, int64_t dim) {
+    tensors.emplace_back(format, pages, page_size, heads, dim);
+    return static_cast<int>(tensors.size()) - 1;
+  }
+};
+
+struct Case {
+  AttendParams p;
+  std::vector<char> q, out;
+  std::vector<float> lse, sinks;
+  std::vector<int32_t> starts, lengths;
+  PlaneCase window, main;
+  std::string words;
+};
+
+constexpr Format kKvFormats[] = {Format::kFp32, Format::kBf16, Format::kFp16, Format::kInt8};
+
+// Chooses formats, sizes and memory of a plane. Its rows hold NaN until `show` fills what is
+// attended.
+void make_plane(Case& c, PlaneCase& plane, bool is_window, int64_t page_size) {
+  AttendParams& p = c.p;
+  PlaneParams& params = plane.params;
+  const int64_t longest = p.max_seq_len;
+  params.given = true;
+  params.page_size = page_size;
+  params.max_pages = longest / page_size + 1;
+  params.pages = p.batch * params.max_pages + 1;
+  const Format format = is_window ? kKvFormats[below(3)] : kKvFormats[below(4)];
+  const int64_t rope = !is_window && chance(30) ? between(1, p.qk_dim - 1) : 0;
+  const bool apart = !is_window && (p.v_dim > p.qk_dim - rope || chance(50));
+  plane.k = plane.add(format, params.pages, page_size, p.kv_heads, p.qk_dim - rope);
+  if (rope) plane.rope = plane.add(kKvFormats[below(3)], params.pages, page_size, p.kv_heads, rope);
+  const Format v_format = apart ? kKvFormats[below(4)] : format;
+  if (apart) plane.v = plane.add(v_format, params.pages, page_size, p.kv_heads, p.v_dim);
+  if (format == Format::kInt8)
+    plane.k_scale = plane.add(Format::kFp16, params.pages, page_size, p.kv_heads, 1);
+  if (apart && v_format == Format::kInt8) {
+    plane.v_scale = plane.add(Format::kFp16, params.pages, page_size, p.kv_heads, 1);
+  }
+  params.k = plane.tensors[plane.k].rows;
+  if (rope) params.rope = plane.tensors[plane.rope].rows;
+  if (apart) params.v = plane.tensors[plane.v].rows;
+  if (plane.k_scale >= 0) params.k_scale = plane.tensors[plane.k_scale].rows;
+  if (!apart) params.v_scale = params.k_scale;
+  if (plane.v_scale >= 0) params.v_scale = plane.tensors[plane.v_scale].rows;
+
+  plane.table.assign(static_cast<size_t>(p.batch * params.max_pages), 0);
+  for (size_t i = 0; i < plane.table.size(); ++i) plane.table[i] = static_cast<int32_t>(i);
+  std::shuffle(plane.table.begin(), plane.table.end(), generator);
+  params.page_table = plane.table.data();
+  params.page_table_stride = params.max_pages;
+
+  params.ratio = is_window ? 1 : between(1, 4);
+  if (is_window) params.window = between(1, 90);
+  if (chance(30) || (is_window && !p.causal)) {
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      const int64_t low = between(-5, longest);
+      plane.range.push_back(static_cast<int32_t>(low));
+      plane.range.push_back(static_cast<int32_t>(chance(10) ? low - 3 : between(low, longest + 1)));
+    }
+    params.range = plane.range.data();
+  }
+  if (!chance(50)) return;
+  params.listed = true;
+  params.index_heads = is_window || chance(30) ? 1 : chance(50) ? p.kv_heads : p.heads;
+  params.select_block = is_window || chance(50) ? 1 : between(2, 70);
+  params.selected = chance(10) ? 0 : between(1, 700 / params.select_block + 2);
+  params.index_strides[2] = between(1, 2);
+  params.index_strides[1] = params.selected * params.index_strides[2] + below(2);
+  params.index_strides[0] = params.index_heads * params.index_strides[1] + below(2);
+  const int64_t blocks = longest / params.select_block + 1;
+  if (params.selected > 0 && p.tokens > 0) {
+    plane.indices.resize(static_cast<size_t>((p.tokens - 1) * params.index_strides[0] +
+                                             (params.index_heads - 1) * params.index_strides[1] +
+                                             (params.selected - 1) * params.index_strides[2] + 1));
+  }
+  for (int32_t& index : plane.indices) {
+    constexpr int32_t kRubbish[] = {-1, -7, INT32_MIN, INT32_MAX, INT32_MAX / 64};
+    index = chance(20) ? kRubbish[below(5)] : static_cast<int32_t>(below(blocks + 1));
+  }
+  params.indices = plane.indices.data();
+  if (!is_window && chance(30)) {
+    for (int64_t i = 0; i < p.tokens * params.index_heads; ++i) {
+      plane.counts.push_back(
+          static_cast<int32_t>(chance(10) ? -5 : between(0, params.selected + 3)));
+    }
+    params.counts = plane.counts.data();
+  }
+}
+
+Case make_case() {
+  constexpr int32_t kHeads[][2] = {{1, 1},  {3, 1},  {4, 2},  {8, 8},  {9, 3},
+                                   {12, 1}, {16, 1}, {40, 1}, {128, 1}};
+  constexpr int32_t kPages[] = {1, 16, 53, 64};
+  Case c;
+  AttendParams& p = c.p;
+  const int32_t* heads = kHeads[below(9)];
+  p.heads = heads[0];
+  p.kv_heads = heads[1];
+  p.qk_dim = static_cast<int32_t>(chance(30) ? 64 : between(2, 80));
+  p.batch = below(4);
+  p.scale = 1 / sqrt(p.qk_dim) * (chance(10) ? -1 : 1);
+  p.causal = !chance(20);
+  p.q_format = kKvFormats[below(3)];
+  const bool both = chance(30), window = both || chance(40);
+  p.v_dim = static_cast<int32_t>(between(1, window ? p.qk_dim : 80));
+  if (chance(30) && p.qk_dim >= 32) p.v_dim = 32;
+  const int64_t longest = p.heads > 40 ? 100 : 700;
+
+  c.starts.push_back(0);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t rows = chance(50) ? 1 : between(0, p.heads > 40 ? 2 : 60);
+    c.starts.push_back(c.starts.back() + static_cast<int32_t>(rows));
+    c.lengths.push_back(static_cast<int32_t>(chance(15) ? -below(3) : between(1, longest)));
+    p.max_seqlen_q = std::max(p.max_seqlen_q, rows);
+    p.max_seq_len = std::max<int64_t>(p.max_seq_len, c.lengths.back());
+  }
+  p.tokens = c.starts.back() + below(3);
+  p.cu_seqlens_q = c.starts.data();
+  p.seq_lens = c.lengths.data();
+  if (chance(40)) {
+    for (int32_t h = 0; h < p.heads; ++h) {
+      constexpr float kSinks[] = {0, 1, -INFINITY, INFINITY, 1e30f, -1e30f};
+      c.sinks.push_back(kSinks[below(6)]);
+    }
+    p.sinks = c.sinks.data();
+  }
+  const int64_t element = element_bytes(p.q_format);
+  p.q_strides[1] = (p.qk_dim + below(2)) * element;
+  p.q_strides[0] = p.heads * p.q_strides[1] + below(2) * element;
+  if (p.tokens > 0) {
+    c.q.resize(static_cast<size_t>((p.tokens - 1) * p.q_strides[0] +
+                                   (p.heads - 1) * p.q_strides[1] + p.qk_dim * element));
+  }
+  for (size_t i = 0; i + 1 < c.q.size(); i += element) write(c.q.data() + i, p.q_format, normal());
+  p.q = c.q.data();
+  if (window) make_plane(c, c.window, true, kPages[below(4)]);
+  if (both || !window) make_plane(c, c.main, false, kPages[below(4)]);
+  p.window = c.window.params;
+  p.main = c.main.params;
+  c.out.resize(static_cast<size_t>(p.tokens * p.heads * p.v_dim * element));
+  c.lse.resize(static_cast<size_t>(p.tokens * p.heads));
+  p.out = c.out.data();
+  p.lse = c.lse.data();
+  c.words = "heads " + std::to_string(p.heads) + "/" + std::to_string(p.kv_heads) + " dims " +
+            std::to_string(p.qk_dim) + "/" + std::to_string(p.v_dim) + " window " +
+            std::to_string(p.window.given) + " listed " + std::to_string(p.main.listed) +
+            " block " + std::to_string(p.main.select_block) + " q " +
+            std::to_string(static_cast<int>(p.q_format)) + " k " +
+            std::to_string(static_cast<int>(p.main.k.format));
+  return c;
+}
+
+// Entries of a plane that a row attends, by the words of the contract.
+std::vector<int64_t> attended(const AttendParams& p, const PlaneParams& plane, int64_t b,
+                              int64_t row, int64_t position, int64_t head) {
+  std::vector<int64_t> entries;
+  if (!plane.given) return entries;
+  int64_t low = 0, high = (p.causal ? position + 1 : p.seq_lens[b]) / plane.ratio;
+  if (plane.window) low = position + 1 - plane.window;
+  if (plane.range) {
+    low = plane.range[2 * row];
+    high = plane.range[2 * row + 1];
+  }
+  low = std::max<int64_t>(low, 0);
+  if (!plane.listed) {
+    for (int64_t entry = low; entry < high; ++entry) entries.push_back(entry);
+    return entries;
+  }
+  const int64_t index_head = head * plane.index_heads / p.heads;
+  int64_t count = plane.selected;
+  if (plane.counts)
+    count = std::min<int64_t>(count, plane.counts[row * plane.index_heads + index_head]);
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t index =
+        plane.indices[row * plane.index_strides[0] + index_head * plane.index_strides[1] +
+                      j * plane.index_strides[2]];
+    for (int64_t o = 0; o < plane.select_block && index >= 0; ++o) {
+      const int64_t entry = index * plane.select_block + o;
+      if (entry >= low && entry < high) entries.push_back(entry);
+    }
+  }
+  return entries;
+}
+
+template <class Visit>
+void for_each_row(const AttendParams& p, Visit visit) {
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (int64_t row = p.cu_seqlens_q[b]; row < p.cu_seqlens_q[b + 1]; ++row) {
+      const int64_t position = p.seq_lens[b] - (p.cu_seqlens_q[b + 1] - row);
+      if (position >= 0) visit(b, row, position);
+    }
+  }
+}
+
+// Fills the rows that are attended, poisons all others, and spoils the unused columns of the page
+// table.
+void show(Case& c, PlaneCase& plane) {
+  PlaneParams& params = plane.params;
+  if (!params.given) return;
+  const AttendParams& p = c.p;
+  const size_t rows = static_cast<size_t>(params.pages * params.page_size * p.kv_heads);
+  std::vector<bool> seen(rows), used(plane.table.size());
+  for_each_row(p, [&](int64_t b, int64_t row, int64_t position) {
+    for (int64_t head = 0; head < p.heads; ++head) {
+      for (int64_t entry : attended(p, params, b, row, position, head)) {
+        const size_t column = static_cast<size_t>(b * params.max_pages + entry / params.page_size);
+        const int64_t slot = plane.table[column] * params.page_size + entry % params.page_size;
+        seen[static_cast<size_t>(slot * p.kv_heads + head * p.kv_heads / p.heads)] = true;
+        used[column] = true;
+      }
+    }
+  });
+  for (size_t i = 0; i < rows; ++i) {
+    const int64_t slot = static_cast<int64_t>(i) / p.kv_heads,
+                  head = static_cast<int64_t>(i) % p.kv_heads;
+    for (int which : {plane.k, plane.rope, plane.v, plane.k_scale, plane.v_scale}) {
+      if (which < 0) continue;
+      Plane& tensor = plane.tensors[static_cast<size_t>(which)];
+      const int64_t page = slot / params.page_size, offset = slot % params.page_size;
+      if (seen[i]) {
+        tensor.fill(page, offset, head, which == plane.k_scale || which == plane.v_scale);
+      } else {
+        POISON(tensor.at(page, offset, head), static_cast<size_t>(tensor.row_bytes()));
+      }
+    }
+  }
+  for (size_t i = 0; i < used.size(); ++i) {
+    if (!used[i]) plane.table[i] = chance(50) ? -3 : INT32_MAX;
+  }
+}
+
+void hide(PlaneCase& plane) {
+  for (Plane& tensor : plane.tensors) UNPOISON(tensor.memory.data(), tensor.memory.size());
+}
+
+// One plane's share of a row: scores, and where values lie.
+struct Value {
+  double score;
+  const char* row;
+  double scale;
+  Format format;
+};
+
+void collect(Case& c, PlaneCase& plane, int64_t b, int64_t row, int64_t position, int64_t head,
+             std::vector<Value>* values) {
+  const AttendParams& p = c.p;
+  const PlaneParams& params = plane.params;
+  const int64_t kv_head = head * p.kv_heads / p.heads, element = element_bytes(p.q_format);
+  for (int64_t entry : attended(p, params, b, row, position, head)) {
+    const int64_t page =
+        plane.table[static_cast<size_t>(b * params.max_pages + entry / params.page_size)];
+    const int64_t offset = entry % params.page_size;
+    const auto scale_of = [&](int which) {
+      return which < 0 ? 1
+                       : read(plane.tensors[static_cast<size_t>(which)].at(page, offset, kv_head),
+                              Format::kFp16);
+    };
+    const char* q = p.q + row * p.q_strides[0] + head * p.q_strides[1];
+    double score = 0;
+    int64_t d = 0;
+    for (int which : {plane.k, plane.rope}) {
+      if (which < 0) continue;
+      Plane& tensor = plane.tensors[static_cast<size_t>(which)];
+      const double scale = which == plane.k ? scale_of(plane.k_scale) : 1;
+      for (int64_t i = 0; i < tensor.rows.dim; ++i, ++d) {
+        score += scale * read(q + d * element, p.q_format) *
+                 read(tensor.at(page, offset, kv_head) + i * element_bytes(tensor.rows.format),
+                      tensor.rows.format);
+      }
+    }
+    Plane& v = plane.tensors[static_cast<size_t>(plane.v < 0 ? plane.k : plane.v)];
+    values->push_back({score * p.scale, v.at(page, offset, kv_head),
+                       scale_of(plane.v < 0 ? plane.k_scale : plane.v_scale), v.rows.format});
+  }
+}
+
+void compare(Case& c, const char* isa) {
+  const AttendParams& p = c.p;
+  // bf16 probabilities have independent errors of up to 2^-9 of each term.
+  const double tolerance = p.q_format == Format::kFp32   ? 2e-5
+                           : p.q_format == Format::kFp16 ? 2e-3
+                                                         : 2e-2;
+  std::vector<bool> visited(static_cast<size_t>(p.tokens));
+  const auto expect = [&](int64_t row, int64_t head, double sum, double maximum,
+                          const std::vector<Value>& values) {
+    const size_t at = static_cast<size_t>(row * p.heads + head);
+    const double lse = values.empty() ? -INFINITY : maximum + log(sum);
+    CHECK(c.lse[at] == lse || fabs(c.lse[at] - lse) <
+                                  1e-5 * (10 + fabs(lse)) + (p.q_format == Format::kBf16) * 1e-4,
+          "%s %s row %d head %d: lse %g, expected %g", isa, c.words.c_str(), int(row), int(head),
+          c.lse[at], lse);
+    const double sink = c.sinks.empty() ? 0 : exp(c.sinks[static_cast<size_t>(head)] - maximum);
+    for (int64_t d = 0; d < p.v_dim; ++d) {
+      double expected = 0, squares = 0;
+      for (const Value& v : values) {
+        const double term = exp(v.score - maximum) / (sum + sink) *
+                            read(v.row + d * element_bytes(v.format), v.format) * v.scale;
+        expected += term;
+        squares += term * term;
+      }
+      const int64_t element = element_bytes(p.q_format);
+      const double got =
+          read(p.out + (static_cast<int64_t>(at) * p.v_dim + d) * element, p.q_format);
+      CHECK(fabs(got - expected) <= tolerance * (sqrt(squares) + fabs(expected)),
+            "%s %s row %d head %d element %d: %g, expected %g", isa, c.words.c_str(), int(row),
+            int(head), int(d), got, expected);
+    }
+  };
+  for_each_row(p, [&](int64_t b, int64_t row, int64_t position) {
+    visited[static_cast<size_t>(row)] = true;
+    for (int64_t head = 0; head < p.heads; ++head) {
+      std::vector<Value> values;
+      collect(c, c.window, b, row, position, head, &values);
+      collect(c, c.main, b, row, position, head, &values);
+      double maximum = -INFINITY, sum = 0;
+      for (const Value& v : values) maximum = std::max(maximum, v.score);
+      for (const Value& v : values) sum += exp(v.score - maximum);
+      expect(row, head, sum, values.empty() ? 0 : maximum, values);
+    }
+  });
+  for (int64_t row = 0; row < p.tokens; ++row) {
+    for (int64_t head = 0; head < p.heads && !visited[static_cast<size_t>(row)]; ++head)
+      expect(row, head, 0, 0, {});
+  }
+}
+
+void test_random_calls(int count) {
+  for (int i = 0; i < count; ++i) {
+    Case c = make_case();
+    show(c, c.window);
+    show(c, c.main);
+    c.p.window.page_table = c.window.table.data();
+    c.p.main.page_table = c.main.table.data();
+    for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
+      if (!supported(isa)) continue;
+      const char* name = kIsaNames[static_cast<int>(isa)];
+      c.p.isa = isa;
+      std::vector<char> out;
+      std::vector<float> lse;
+      for (int32_t threads : {1, 3}) {
+        c.p.threads = threads;
+        std::fill(c.out.begin(), c.out.end(), 0x7f);
+        std::fill(c.lse.begin(), c.lse.end(), NAN);
+        const AttendStatus status = attend(c.p);
+        CHECK(status.error == AttendError::kNone, "%s %s: error %d, %d, %d", name, c.words.c_str(),
+              int(status.error), int(status.values[0]), int(status.values[1]));
+        if (threads > 1) {
+          CHECK(c.out == out, "%s %s: bits depend on threads", name, c.words.c_str());
+          CHECK(c.lse == lse, "%s %s", name, c.words.c_str());
+        }
+        out = c.out;
+        lse = c.lse;
+      }
+      hide(c.window);
+      hide(c.main);
+      compare(c, name);
+    }
+  }
+}
+
+// Calls that would read outside of something, with what attend must answer.
+void test_refusals() {
+  struct Refusal {
+    const char* what;
+    void (*spoil)(Case&);
+    AttendError error;
+    int64_t first, second;
+  };
+  constexpr Refusal kRefusals[] = {
+      {"first start", [](Case& c) { c.starts[0] = 1; }, AttendError::kFirstStart, 1, 0},
+      {"last start", [](Case& c) { c.starts[2] = 5; }, AttendError::kLastStart, 5, 0},
+      {"descending", [](Case& c) { c.starts = {0, 2, 1}; }, AttendError::kDescending, 0, 0},
+      {"int32 overflow", [](Case& c) { c.starts[1] = INT32_MIN; }, AttendError::kDescending, 0, 0},
+      {"rows", [](Case& c) { c.p.max_seqlen_q = 1; }, AttendError::kTooManyRows, 2, 0},
+      {"length", [](Case& c) { c.lengths[1] = 41; }, AttendError::kTooLong, 41, 0},
+      {"short table", [](Case& c) { c.p.main.max_pages = 2; }, AttendError::kEntryUnpaged, 38, 1},
+      {"far range",
+       [](Case& c) {
+         c.main.range = {0, 4, 0, INT32_MAX, 0, 4};
+         c.p.main.range = c.main.range.data();
+       },
+       AttendError::kEntryUnpaged, INT32_MAX - 1, 1},
+      {"page below", [](Case& c) { c.main.table[4] = -1; }, AttendError::kPageOutside, 1, -1},
+      {"page above", [](Case& c) { c.main.table[5] = 6; }, AttendError::kPageOutside, 1, 6},
+      {"page of a list",
+       [](Case& c) {
+         c.main.table[5] = INT32_MIN;
+         c.main.indices = {0, 32, 0, 32, 0, 32};
+         c.p.main.listed = true;
+         c.p.main.indices = c.main.indices.data();
+         c.p.main.selected = 2;
+         c.p.main.index_strides[0] = c.p.main.index_strides[1] = 2;
+         c.p.main.index_strides[2] = 1;
+       },
+       AttendError::kPageOutside, 1, INT32_MIN},
+  };
+  for (const Refusal& refusal : kRefusals) {
+    for (int32_t threads : {1, 3}) {
+      Case c;
+      c.starts = {0, 1, 3};
+      c.lengths = {5, 40};
+      c.q.resize(3 * 8 * 4);
+      c.out.resize(3 * 8 * 4);
+      AttendParams& p = c.p;
+      p.tokens = 3;
+      p.batch = 2;
+      p.heads = p.kv_heads = 1;
+      p.qk_dim = p.v_dim = 8;
+      p.max_seqlen_q = 2;
+      p.max_seq_len = 40;
+      p.q_strides[0] = p.q_strides[1] = 32;
+      p.threads = threads;
+      c.main.k = c.main.add(Format::kFp32, 6, 16, 1, 8);
+      c.main.table = {0, 1, 2, 3, 4, 5};
+      p.main.given = true;
+      p.main.k = c.main.tensors[0].rows;
+      p.main.pages = 6;
+      p.main.page_size = 16;
+      p.main.page_table_stride = p.main.max_pages = 3;
+      p.cu_seqlens_q = c.starts.data();
+      p.seq_lens = c.lengths.data();
+      p.q = c.q.data();
+      p.out = c.out.data();
+      p.main.page_table = c.main.table.data();
+      CHECK(attend(p).error == AttendError::kNone, "before it is spoilt");
+      refusal.spoil(c);
+      const AttendStatus status = attend(p);
+      CHECK(status.error == refusal.error && status.values[0] == refusal.first &&
+                status.values[1] == refusal.second,
+            "%s: error %d, %lld, %lld", refusal.what, int(status.error),
+            static_cast<long long>(status.values[0]), static_cast<long long>(status.values[1]));
+    }
+  }
+}
+
+void test_store() {
+  constexpr Format kRows[] = {Format::kFp32, Format::kBf16, Format::kFp16};
+  for (int i = 0; i < 200; ++i) {
+    StoreParams p;
+    p.row_format = kRows[below(3)];
+    p.format = kFormats[below(5)].format;
+    p.tokens = below(70);
+    p.heads = between(1, 3);
+    p.dim = between(1, 40);
+    p.pages = between(1, 9);
+    p.page_size = between(1, 9);
+    p.threads = 3;
+    const int64_t element = element_bytes(p.row_format);
+    std::vector<char> rows(static_cast<size_t>(p.tokens * p.heads * p.dim * element));
+    for (size_t at = 0; at < rows.size(); at += element)
+      write(rows.data() + at, p.row_format, normal() * 100);
+    Plane plane(p.format == Format::kInt8IndexH ? Format::kInt8 : p.format, p.pages, p.page_size,
+                p.heads, p.dim);
+    Plane scale(Format::kFp16, p.pages, p.page_size, p.heads, 1);
+    const int64_t last = p.pages * p.page_size - 1;
+    std::vector<int64_t> slots;
+    for (int64_t t = 0; t < p.tokens; ++t)
+      slots.push_back(t <= last && chance(80) ? t : -between(1, INT64_MAX));
+    std::shuffle(slots.begin(), slots.end(), generator);
+    p.rows = rows.data();
+    p.row_strides[0] = p.heads * p.dim * element;
+    p.row_strides[1] = p.dim * element;
+    p.plane = plane.memory.data();
+    p.slots = slots.data();
+    const PagedRows& to = plane.rows;
+    p.plane_strides[0] = to.page_stride;
+    p.plane_strides[1] = to.entry_stride;
+    p.plane_strides[2] = to.head_stride;
+    const bool scaled = p.format == Format::kInt8 || p.format == Format::kInt8IndexH;
+    if (scaled) p.scale = scale.memory.data();
+    p.scale_strides[0] = scale.rows.page_stride;
+    p.scale_strides[1] = scale.rows.entry_stride;
+    p.scale_strides[2] = scale.rows.head_stride;
+    CHECK(store(p) == -1, "store");
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      for (int64_t h = 0; h < p.heads && slots[t] >= 0; ++h) {
+        const int64_t page = slots[t] / p.page_size, offset = slots[t] % p.page_size;
+        const double step = scaled ? read(scale.at(page, offset, h), Format::kFp16) : 1;
+        for (int64_t d = 0; d < p.dim; ++d) {
+          const double row =
+              read(rows.data() + ((t * p.heads + h) * p.dim + d) * element, p.row_format);
+          const double got =
+              step * read(plane.at(page, offset, h) + d * element_bytes(to.format), to.format);
+          const double error = scaled                      ? 0.501 * step
+                               : p.format == Format::kBf16 ? fabs(row) * 0x1p-8
+                               : p.format == Format::kFp16 ? fabs(row) * 0x1p-10 + 1e-6
+                                                           : 0;
+          CHECK(fabs(got - row) <= error, "%g stored as %g", row, got);
+        }
+      }
+    }
+    if (p.tokens == 0) continue;
+    const std::vector<char> before = plane.memory;
+    slots.back() = last + 1;
+    CHECK(store(p) == last + 1 && plane.memory == before, "a slot past the plane");
+  }
+}
+
+void test_numbers() {
+  for (uint32_t half = 0; half < 0x10000; ++half) {
+    const auto bits = static_cast<uint16_t>(half);
+    if ((bits & 0x7fff) > 0x7c00) {
+      CHECK(isnan(half_to_float(bits)) && (float_to_half(half_to_float(bits)) & 0x7fff) > 0x7c00,
+            "NaN %x", half);
+    } else {
+      CHECK(float_to_half(half_to_float(bits)) == bits, "half %x", half);
+    }
+    if ((bits & 0x7fff) <= 0x7f80)
+      CHECK(float_to_bf16(bf16_to_float(bits)) == bits, "bf16 %x", half);
+  }
+  CHECK(float_to_half(65519.99f) == 0x7bff && float_to_half(65520) == 0x7c00, "the largest half");
+  CHECK(float_to_half(0x1p-25f) == 0 && float_to_half(0x1.8p-25f) == 1, "the smallest half");
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  test_numbers();
+  test_refusals();
+  test_store();
+  test_random_calls(count > 1 ? atoi(arguments[1]) : 300);
+  printf("passed:");
+  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
+    if (supported(isa)) printf(" %s", kIsaNames[static_cast<int>(isa)]);
+  }
+  printf("\n");
+}

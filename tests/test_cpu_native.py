@@ -1,0 +1,280 @@
+"""What is native about `cpu_native`: every instruction set, its threads, and the kernels under sanitizers.
+
+The tests of `attend` and `store` on every kernel run it too, on the instruction set that this machine is best at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+from test_attend import SHAPES
+
+import sparse_attn
+from sparse_attn import layout, library, registry
+
+ROOT = Path(__file__).parent.parent
+IMPL = next((impl for impl in registry.implementations("attend") if impl.backend == "cpu_native"), None)
+if IMPL is None or registry.availability(IMPL) is not None:
+    pytest.skip("cpu_native is not built", allow_module_level=True)
+
+native = importlib.import_module("sparse_attn._cpu_native")
+INSTRUCTION_SETS = native.instruction_sets()
+FORMATS = [("float32", "fp32"), ("bfloat16", "bf16"), ("bfloat16", "int8"), ("float16", "fp16"), ("float32", "int8")]
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def isa(request, monkeypatch):
+    """Each instruction set of this machine in turn."""
+    monkeypatch.setenv("SPARSE_ATTN_CPU_ISA", request.param)
+    library.forget()
+    yield request.param
+    monkeypatch.undo()
+    library.forget()
+
+
+@pytest.fixture
+def threads():
+    """A function that sets the number of threads, undone at the end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def options_of(shape: str, dtype: str, format: str) -> dict[str, Any]:
+    options = dict(SHAPES[shape], dtype=dtype, format=format)
+    options["win_format"] = "bf16" if format == "int8" else format
+    if options.get("v_format"):
+        options["v_format"] = format
+    return options
+
+
+# numbers
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS[:-1], indirect=True)  # the best one runs in test_attend
+@pytest.mark.parametrize(("dtype", "format"), FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_instruction_set_agrees(isa: str, shape: str, dtype: str, format: str) -> None:
+    cases.assert_agrees(IMPL, *cases.attend(**options_of(shape, dtype, format)))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("formats", [("int8", "bf16", "fp16"), ("bf16", "int8", "fp32"), ("fp16", "fp32", "bf16")])
+def test_planes_of_different_formats(isa: str, dtype: str, formats: tuple[str, str, str]) -> None:
+    keys, values, window = formats
+    shared = dict(planes="main+window", dtype=dtype, format=keys, v_format=values, win_format=window, sinks=True)
+    cases.assert_agrees(IMPL, *cases.attend(**shared, ratio=2, v_dim=13))
+    cases.assert_agrees(IMPL, *cases.attend(**shared, qk_dim=27, rope_dim=9, v_dim=21, index_heads=2))
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (3, 2), (31, 30), (33, 32), (65, 63), (600, 513)])
+@pytest.mark.parametrize(("dtype", "format"), FORMATS)
+def test_any_dimensions(isa: str, dims: tuple[int, int], dtype: str, format: str) -> None:
+    qk_dim, v_dim = dims
+    for q_heads in (1, 16):
+        options = dict(q_heads=q_heads, qk_dim=qk_dim, v_dim=v_dim, dtype=dtype, format=format)
+        cases.assert_agrees(IMPL, *cases.attend(**options, kv_heads=1, lengths=(40,), rows=(3,), padding=0))
+
+
+@pytest.mark.parametrize("q_heads", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 48, 127, 128])
+@pytest.mark.parametrize(("dtype", "format"), [("float32", "fp32"), ("bfloat16", "bf16")])
+def test_any_number_of_heads(isa: str, q_heads: int, dtype: str, format: str) -> None:
+    options = dict(q_heads=q_heads, kv_heads=1, dtype=dtype, format=format, lengths=(70, 9), rows=(2, 1))
+    cases.assert_agrees(IMPL, *cases.attend(**options))
+    cases.assert_agrees(IMPL, *cases.attend(**options, index_heads=1, selected=40))
+
+
+def test_scores_of_any_size(isa: str) -> None:
+    """Far apart, all very negative, or all very large: the softmax neither overflows nor forgets a row."""
+    leading, kwargs = cases.attend(lengths=(600,), rows=(2,), padding=0, kv_heads=1)
+    for factor in (1e-30, 1.0, 30.0, 1e4):
+        for sign in (1, -1):
+            q = leading[0].abs() * factor * sign
+            keys = kwargs["kv"].abs() * torch.rand(kwargs["kv"].shape[:2])[..., None, None]
+            out, lse = cases.run(IMPL, (q, *leading[1:]), dict(kwargs, kv=keys, v=kwargs["kv"], v_format="fp32"))
+            assert out.isfinite().all() and lse.isfinite().all()
+            # with scores in the thousands, float32 products leave weights only three digits
+            reference = sparse_attn.attend(
+                q, *leading[1:], **dict(kwargs, kv=keys, v=kwargs["kv"], v_format="fp32"), backend="reference"
+            )
+            torch.testing.assert_close(lse, reference[1], atol=1e-5, rtol=2e-6)
+            if factor <= 30:
+                torch.testing.assert_close(out, reference[0], atol=2e-4, rtol=2e-4)
+
+
+def test_bf16_denormals_count_as_zero(isa: str) -> None:
+    """The documented limit of bf16 products: numbers below 2^-126 may be read as zero, and nothing worse."""
+    leading, kwargs = cases.attend(dtype="bfloat16", format="bf16", v_format="bf16", lengths=(9,), rows=(1,), padding=0)
+    tiny = torch.full_like(kwargs["v"], 1e-39)
+    out, _ = cases.run(IMPL, leading, dict(kwargs, v=tiny))
+    assert (out >= 0).all() and (out <= tiny.max()).all()
+
+
+# the same bits
+
+
+@pytest.mark.parametrize("shape", ["128 heads", "gqa 9 over 3", "gqa selected", "both planes", "window"])
+@pytest.mark.parametrize(("dtype", "format"), [("float32", "fp32"), ("bfloat16", "int8")])
+def test_bits_do_not_depend_on_threads(isa: str, threads, shape: str, dtype: str, format: str) -> None:
+    """One row and many, short lists and lists of several chunks: cut by heads, by chunks, or not at all."""
+    for rows in (1, 5):
+        options = dict(options_of(shape, dtype, format), lengths=(1500,), rows=(rows,), selected=1300, window=700)
+        call = cases.attend(**options)
+        results = []
+        for count in (1, 2, 3, 5):
+            threads(count)
+            results.append(cases.run(IMPL, *call))
+        for result in results[1:]:
+            cases.assert_same_bits(result, results[0])
+
+
+@pytest.mark.parametrize("heads", [(3, 1), (9, 3), (8, 1), (20, 1)])
+@pytest.mark.parametrize(("dtype", "format"), FORMATS)
+def test_bits_do_not_depend_on_the_lanes_beside(isa: str, heads: tuple[int, int], dtype: str, format: str) -> None:
+    """Rows are attended in blocks of as many lanes as there are; few and many lanes take different loops."""
+    shared = dict(q_heads=heads[0], kv_heads=heads[1], qk_dim=37, v_dim=21, dtype=dtype, format=format, page_size=16)
+    options = dict(shared, v_format=format, planes="main+window", win_format="bf16", window=100, ratio=2)
+    leading, kwargs = cases.attend(**options, lengths=(701,), rows=(90,), padding=0)
+    out, lse = cases.run(IMPL, leading, kwargs)
+    start = 0
+    for rows in (1, 2, 5, 40, 1, 41):
+        part = (
+            leading[0][start : start + rows],
+            torch.tensor([0, rows], dtype=torch.int32),
+            torch.tensor([701 - 90 + start + rows], dtype=torch.int32),
+            *leading[3:5],
+            rows,
+            701,
+        )
+        alone = cases.run(IMPL, part, kwargs)
+        cases.assert_same_bits(alone, (out[start : start + rows], lse[start : start + rows]), f"rows from {start}")
+        start += rows
+    assert start == 90
+
+
+# store
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+def test_every_rounding_of_store(format: str) -> None:
+    """Every number of the format, every tie between two, and what is beside the ties."""
+    dtype = getattr(torch, layout.FORMATS[format].dtype)
+    exact = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    exact = exact[exact.isfinite()].sort().values
+    ties = (exact[1:].double() + exact[:-1].double()).div(2).float()
+    beside = [torch.nextafter(ties, torch.tensor(end)) for end in (-torch.inf, torch.inf)]
+    special = torch.tensor([torch.inf, -torch.inf, 65519.99, 65520.0, 3.3961775e38])
+    rows = torch.cat([exact, ties, *beside, special])[:, None, None]
+    plane = torch.zeros(1, len(rows), 1, 1, dtype=dtype)
+    sparse_attn.store(rows, plane, torch.arange(len(rows)), format=format, backend="cpu_native")
+    assert torch.equal(plane.flatten().view(torch.int16), rows.to(dtype).flatten().view(torch.int16))
+
+
+def test_store_does_not_depend_on_threads(threads) -> None:
+    rows, slots = torch.randn(3000, 3, 64), torch.randperm(3008)[:3000]
+    planes = []
+    for count in (1, 2, 3):
+        threads(count)
+        plane = torch.zeros(188, 16, 3, 64, dtype=torch.int8)
+        scale = torch.zeros(188, 16, 3, dtype=torch.float16)
+        sparse_attn.store(rows, plane, slots, scale=scale, format="int8", backend="cpu_native")
+        planes.append((plane, scale))
+    for plane, scale in planes[1:]:
+        assert torch.equal(plane, planes[0][0]) and torch.equal(scale, planes[0][1])
+
+
+# the module
+
+
+def test_formats_are_those_of_layout() -> None:
+    described = {f.name: (f.code, f.bits, f.scale_bits) for f in layout.FORMATS.values() if f.code is not None}
+    assert {name: tuple(rest) for name, *rest in native.formats()} == described
+    assert [code for _, code, _, _ in native.formats()] == list(range(len(described)))
+
+
+def test_an_instruction_set_that_the_machine_lacks_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(native, "instruction_sets", lambda: ["portable"])
+    monkeypatch.setenv("SPARSE_ATTN_CPU_ISA", "avx512")
+    library.forget()
+    leading, kwargs = cases.attend()
+    sentence = "cpu_native: SPARSE_ATTN_CPU_ISA is avx512, this machine runs portable"
+    with pytest.raises(sparse_attn.NoBackend, match=sentence):
+        cases.run(IMPL, leading, kwargs)
+    monkeypatch.undo()
+    library.forget()
+
+
+THREADS = """
+import os, re, torch
+import sparse_attn, cases
+torch.set_num_threads(2)
+torch.randn(1 << 20).exp()  # torch starts its threads
+before = len(os.listdir("/proc/self/task"))
+impl = next(i for i in sparse_attn.registry.implementations("attend") if i.backend == "cpu_native")
+for rows in (1, 40):
+    cases.run(impl, *cases.attend(q_heads=128, kv_heads=1, lengths=(900,), rows=(rows,)))
+from sparse_attn import _cpu_native
+maps = open("/proc/self/maps").read()
+print(before, len(os.listdir("/proc/self/task")), _cpu_native.thread_runtime())
+print(*sorted({line.split()[-1] for line in maps.splitlines() if re.search("lib(g|i)?omp", line)}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+def test_work_runs_on_the_threads_of_torch() -> None:
+    """One OpenMP runtime in the process, and no thread more than torch has by itself."""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT / "tests"), *sys.path]), OMP_NUM_THREADS="2")
+    result = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, env=environment
+    )
+    counts, runtimes = result.stdout.splitlines()
+    before, after, runtime = counts.split(" ", 2)
+    assert before == after
+    if runtimes:  # torch is built with OpenMP
+        assert [os.path.realpath(path) for path in runtimes.split()] == [os.path.realpath(runtime)]
+    else:
+        assert runtime == "std::thread"
+
+
+# the kernels without Python
+
+
+@pytest.fixture(scope="module")
+def native_build() -> Path:
+    """Where the kernels and their test program are built with sanitizers; kept between runs."""
+    cmake = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if cmake is None or shutil.which("c++") is None:
+        pytest.skip("cmake and a C++ compiler are needed")
+    build = ROOT / "build" / "native"
+    for command in (["-S", str(ROOT / "tests" / "native"), "-B", str(build)], ["--build", str(build), "-j", "2"]):
+        result = subprocess.run([cmake, *command], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return build
+
+
+def test_hostile_calls_under_sanitizers(native_build: Path) -> None:
+    result = subprocess.run([native_build / "test_kernels", "60"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout == f"passed: {' '.join(INSTRUCTION_SETS)}\n"
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="reads symbols with nm")
+def test_no_code_of_an_instruction_set_is_shared(native_build: Path) -> None:
+    """A linker keeps one copy of a function that several objects offer: with AVX-512, others would run that too."""
+    objects = sorted(native_build.rglob("attend_*.o"))
+    assert objects
+    for file in objects:
+        listing = subprocess.run(["nm", "-C", str(file)], capture_output=True, text=True, check=True).stdout
+        offered = [
+            line for line in listing.splitlines() if line[17:18] in ("W", "V", "u", "T") and "personality" not in line
+        ]
+        assert offered == [], f"{file.name} offers functions: {offered}"
