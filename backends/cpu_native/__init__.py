@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CODES = {getattr(torch, FORMATS[name].dtype): FORMATS[name].code for name in PLAIN_FORMATS}
 
 
-@lru_cache(maxsize=1)
+@cache
 def _native() -> ModuleType:
     return import_module("sparse_attn._cpu_native")
 
@@ -39,7 +39,7 @@ def _unavailable() -> str | None:
     return f"{env.CPU_ISA.name} is {wanted}, this machine runs {', '.join(machine)}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _isa(wanted: str) -> int:
     """Number of an instruction set in the native module; of the best one for ``"auto"``."""
     machine = _native().instruction_sets()
