@@ -2,7 +2,7 @@
 
 from .checks import InvalidCall
 from .library import resolve
-from .ops import attend, store
+from .ops import attend, convert, load, merge, store
 from .registry import NoBackend
 
-__all__ = ["InvalidCall", "NoBackend", "attend", "resolve", "store"]
+__all__ = ["InvalidCall", "NoBackend", "attend", "convert", "load", "merge", "resolve", "store"]

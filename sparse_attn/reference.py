@@ -5,6 +5,7 @@ Written to be read. It runs anywhere, is slow, and is what every kernel is teste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,19 @@ from torch import Tensor
 
 from . import layout
 from .checks import expect, refuse
+from .planes import Plane
 from .registry import Impl
 
 if TYPE_CHECKING:
     from .ops.attend import Attend
+    from .ops.convert import Convert
+    from .ops.load import Load
+    from .ops.merge import Merge
     from .ops.store import Store
 
 NEG_INF = float("-inf")
+CHUNK = 4096
+"""Entries that ``convert`` holds at a time."""
 
 
 def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
@@ -108,25 +115,27 @@ def visible(entries: Tensor, low: int, high: int) -> Tensor:
 def read_main(a: Attend, b: int, entries: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
     """Keys and values of entries of the main plane."""
     assert a.kv is not None and a.page_table is not None
-    at = where(a.page_table[b], entries, a.kv, "page_table", b)
-    rows = read(a.kv, a.kv_scale, at, kv_head)
-    keys = rows if a.kv_rope is None else torch.cat([rows, read(a.kv_rope, None, at, kv_head)], dim=-1)
-    values = rows[:, : a.v_dim] if a.v is None else read(a.v, a.v_scale, at, kv_head)
+    plane = Plane(a.kv, a.format, a.kv_scale, a.page_size)
+    at = where(a.page_table[b], entries, plane, "page_table", b)
+    rows = read(plane, at, kv_head)
+    keys = rows if a.kv_rope is None else torch.cat([rows, a.kv_rope[:, :, kv_head][at].double()], dim=-1)
+    values = rows[:, : a.v_dim] if a.v is None else read(Plane(a.v, a.value_format, a.v_scale), at, kv_head)
     return keys, values
 
 
 def read_window(a: Attend, b: int, entries: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
     """Keys and values of entries of the window plane."""
     assert a.win is not None and a.win_page_table is not None
-    rows = read(a.win, None, where(a.win_page_table[b], entries, a.win, "win_page_table", b), kv_head)
+    plane = Plane(a.win, a.win_format, None, a.win_page_size)
+    rows = read(plane, where(a.win_page_table[b], entries, plane, "win_page_table", b), kv_head)
     return rows, rows[:, : a.v_dim]
 
 
-def where(table: Tensor, entries: Tensor, plane: Tensor, name: str, b: int) -> tuple[Tensor, Tensor]:
+def where(table: Tensor, entries: Tensor, plane: Plane, name: str, b: int) -> tuple[Tensor, Tensor]:
     """Page and offset of entries of sequence ``b``, refused where the table has no page for them."""
     if len(entries) == 0:
         return entries, entries
-    pages, page_size = plane.shape[:2]
+    pages, page_size = plane.pages, plane.page_size
     last = int(entries.max())
     if last >= len(table) * page_size:
         raise refuse(
@@ -139,36 +148,72 @@ def where(table: Tensor, entries: Tensor, plane: Tensor, name: str, b: int) -> t
     return page, offset
 
 
-def read(plane: Tensor, scale: Tensor | None, at: tuple[Tensor, Tensor], head: int) -> Tensor:
+def read(plane: Plane, at: tuple[Tensor, Tensor], head: int) -> Tensor:
     """Rows of one head as float64."""
-    page, offset = at
-    rows = plane[page, offset, head].double()
-    return rows if scale is None else rows * scale[page, offset, head, None].double()
+    return plane.rows(at, slice(head, head + 1))[:, 0].double()
 
 
 def store(a: Store) -> None:
-    """Write each row into its slot; formats with scales are quantised row by row."""
-    pages, page_size = a.plane.shape[:2]
+    """Write each row into its slot, quantised as its format says."""
+    plane = Plane(a.plane, a.format, a.scale, a.page_size)
     kept = a.slots >= 0
-    slots, rows = a.slots[kept], a.rows[kept].float()
+    slots = a.slots[kept]
+    inside("store", "slots", slots, plane)
+    plane.put_rows(plane.at(slots), a.rows[kept].float())
+
+
+def load(a: Load, out: Tensor) -> None:
+    """Read each slot's row; a negative slot gives zeros."""
+    plane = Plane(a.plane, a.format, a.scale, a.page_size)
+    kept = a.slots >= 0
+    slots = a.slots[kept]
+    inside("load", "slots", slots, plane)
+    out.zero_()
+    out[kept] = plane.rows(plane.at(slots)).to(out.dtype)
+
+
+def convert(a: Convert) -> None:
+    """Move the parts of entries where both formats have one codec, else read rows and quantise them anew."""
+    src, dst = (
+        Plane(a.src, a.src_format, a.src_scale, a.src_page_size),
+        Plane(a.dst, a.dst_format, a.dst_scale, a.dst_page_size),
+    )
+    every = torch.arange(src.slots, device=a.src.device)
+    src_slots, dst_slots = (every if slots is None else slots for slots in (a.src_slots, a.dst_slots))
+    kept = (src_slots >= 0) & (dst_slots >= 0)
+    src_slots, dst_slots = src_slots[kept], dst_slots[kept]
+    inside("convert", "src_slots", src_slots, src)
+    inside("convert", "dst_slots", dst_slots, dst)
+    for origin, target in zip(src_slots.split(CHUNK), dst_slots.split(CHUNK), strict=True):
+        if src.format.codec == dst.format.codec:
+            dst.write(dst.at(target), src.read(src.at(origin)))
+        else:
+            dst.put_rows(dst.at(target), src.rows(src.at(origin)))
+
+
+def inside(op: str, name: str, slots: Tensor, plane: Plane) -> None:
+    """Refuse slots past the plane."""
     last = int(slots.max()) if len(slots) else -1
-    expect(last < pages * page_size, "store", "slots", f"less than pages * page_size = {pages * page_size}", last)
-    at = slots // page_size, slots % page_size
-    if a.scale is not None:
-        rows, a.scale[at] = quantise_int8(rows)
-    a.plane[at] = rows.to(a.plane.dtype)
+    expect(last < plane.slots, op, name, f"less than pages * page_size = {plane.slots}", last)
 
 
-def quantise_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers -127..127 (as float32) and the float16 scale ``amax / 127``, rounded up so that nothing is clipped."""
-    amax = rows.abs().amax(-1)
-    scale = (amax / 127).half()
-    clips = (scale.float() * 127 < amax) & scale.isfinite()
-    scale = torch.where(clips, (scale.view(torch.int16) + 1).view(torch.float16), scale)
-    usable = scale.isfinite() & (scale > 0)
-    divisor = torch.where(usable, scale.float(), 1.0)[..., None]
-    stored = (rows / divisor).round().clamp(-127, 127)
-    return torch.where(usable[..., None], stored, 0.0), scale
+def merge(a: Merge, out: Tensor, lse: Tensor) -> None:
+    """``lse = ln sum_i exp(lse_i)``, ``out = sum_i exp(lse_i) out_i / (exp(sink) + sum_i exp(lse_i))``, in the order of
+    the parts."""
+    lses = a.lses.double() * (math.log(2) if a.base == "2" else 1.0)
+    if a.inf_is_empty:
+        lses = lses.where(lses != math.inf, NEG_INF)
+    total = torch.full_like(lses[0], NEG_INF)
+    for part in lses:
+        total = torch.logaddexp(total, part)
+    lse.copy_(total)
+    if a.sinks is not None:
+        total = torch.logaddexp(total, a.sinks.double())
+    joined = torch.zeros_like(a.outs[0], dtype=torch.float64)
+    for part, part_out in zip(lses, a.outs, strict=True):
+        weighted = torch.exp(part - total)[..., None] * part_out.double()
+        joined += weighted.where((part != NEG_INF)[..., None], 0.0)  # what an empty part holds counts for nothing
+    out.copy_(joined)
 
 
 # priority below every kernel: registry.choose tries the reference last
@@ -182,4 +227,14 @@ IMPLS = (
         priority=-1,
     ),
     Impl("store", "reference", limits={}, run=store, priority=-1),
+    Impl("load", "reference", limits={}, run=load, priority=-1),
+    Impl("convert", "reference", limits={}, run=convert, priority=-1),
+    Impl(
+        "merge",
+        "reference",
+        limits={},
+        run=merge,
+        tolerance={"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
+        priority=-1,
+    ),
 )
