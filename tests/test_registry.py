@@ -8,6 +8,11 @@ import torch
 
 import sparse_attn
 from sparse_attn import env, library, registry
+from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.convert import Convert
+from sparse_attn.ops.load import Load
+from sparse_attn.ops.merge import Merge
+from sparse_attn.ops.store import Store
 from sparse_attn.registry import Between, Call, Impl, OneOf
 
 CALL = Call("attend", "cpu", (("dtype", "bfloat16"), ("qk_dim", 96), ("selected", 4096)))
@@ -146,17 +151,16 @@ def test_debug_checks_read_values(backends, monkeypatch, changes, sentence) -> N
 
 def test_every_kernel_declares_facts_that_its_card_has() -> None:
     """A misspelt limit would never refuse anything."""
-    from sparse_attn.ops.attend import Attend
-    from sparse_attn.ops.attend import facts as attend_facts
-    from sparse_attn.ops.store import Store
-    from sparse_attn.ops.store import facts as store_facts
-
     leading, kwargs = cases.attend()
-    rows, plane = torch.zeros(1, 1, 4), torch.zeros(1, 1, 1, 4)
-    known = {
-        "attend": attend_facts(Attend(*leading, **kwargs)),
-        "store": store_facts(Store(rows, plane, torch.tensor([0]), None, "fp32")),
+    rows, plane, slots = torch.zeros(1, 1, 4), torch.zeros(1, 1, 1, 4), torch.tensor([0])
+    calls = {
+        "attend": Attend(*leading, **kwargs),
+        "store": Store(rows, plane, slots, format="fp32"),
+        "load": Load(plane, slots, format="fp32"),
+        "convert": Convert(plane, plane, src_format="fp32", dst_format="fp32"),
+        "merge": Merge(rows[None], rows[..., 0][None]),
     }
+    known = {op.name: op.facts(calls[op.name]) for op in library.defined()}
     for found in registry.implementations():
         names = {"device"} | {name for name, _ in known[found.op].facts}
         assert set(found.limits) <= names, found.backend
