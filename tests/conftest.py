@@ -12,7 +12,7 @@ def runnable(op: str) -> list[registry.Impl]:
     return [impl for impl in registry.implementations(op) if registry.availability(impl) is None]
 
 
-def kernels_of(op: str):  # type: ignore[no-untyped-def]
+def kernels_of(op: str):
     """A fixture that gives each of them in turn."""
 
     @pytest.fixture(name=f"{op}_impl", params=runnable(op), ids=lambda impl: impl.backend)
