@@ -99,9 +99,9 @@ class Format:
     def entry_bytes(self, dim: int) -> int:
         """Bytes of one entry of one head with ``dim`` elements, its scales included."""
         if not self.packed:
-            return (dim * self.bits + self.scale_bits) // 8
+            return -(-(dim * self.bits + self.scale_bits) // 8)
         if dim != self.dim:
-            raise ValueError(f"entry_bytes: dim: expected {self.dim} for format {self.name!r}, got {dim}")
+            raise ValueError(f"format {self.name!r}: expected rows of {self.dim} elements, got {dim}")
         return sum(self.widths())
 
     def page_bytes(self, page_size: int) -> int:

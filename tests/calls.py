@@ -142,7 +142,7 @@ class Batch:
         rows = self.sequences(1, heads, 2 * dim)
         if self.uses("k_scale"):  # integers and scales, so that the plane holds exactly what the oracle reads
             rows = [(r * 30).round().clamp(-127, 127) for r in rows]
-            scales = [self.normal(len(r), heads, 2).abs().half().float() for r in rows]
+            scales = [(self.normal(len(r), heads, 2).abs() / 32).half().float() for r in rows]
             scale = Paged(scales, self.page, torch.Generator().manual_seed(9))
             rows_plane = Paged(rows, self.page, torch.Generator().manual_seed(9))  # the same permutation of pages
             plane = rows_plane.plane.nan_to_num(99).to(torch.int8)
@@ -238,14 +238,18 @@ class Batch:
         return window, main
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """``(out, lse)`` in float64, entry by entry."""
+        """``(out, lse)`` in float64, from the entries of each row."""
         heads, v_dim = self.line.q_heads, self.line.v_dim
+        groups = self.line.kv_heads
+        if hasattr(self, "indices"):
+            groups = max(groups, self.names[self.indices].shape[1])
+        together = heads // groups  # heads that attend the same entries
         out = torch.zeros(len(self.q), heads, v_dim, dtype=torch.float64)
         lse = torch.full((len(self.q), heads), float("-inf"), dtype=torch.float64)
         for t, (b, p) in enumerate(self.rows):
             if p < 0:
                 continue
-            for h in range(heads):
+            for h in range(0, heads, together):
                 kv_head = h // (heads // self.line.kv_heads)
                 keys, values = [], []
                 for plane, entries in zip((self.window, self.main), self.attended(t, h), strict=True):
@@ -254,13 +258,15 @@ class Batch:
                         values.append(plane[1][b][entries, kv_head, :v_dim])
                 if not keys:
                     continue
-                scores = torch.cat(keys).double() @ self.q[t, h].double() * self.scale
-                weights = torch.exp(scores - scores.max())
-                total = weights.sum()
-                lse[t, h] = scores.max() + total.log()
+                some = slice(h, h + together)
+                scores = self.q[t, some].double() @ torch.cat(keys).double().T * self.scale
+                largest = scores.amax(-1, keepdim=True)
+                weights = torch.exp(scores - largest)
+                total = weights.sum(-1, keepdim=True)
+                lse[t, some] = (largest + total.log())[:, 0]
                 if "sinks" in self.names:
-                    total = total + torch.exp(self.names["sinks"][h].double() - scores.max())
-                out[t, h] = weights @ torch.cat(values).double() / total
+                    total = total + torch.exp(self.names["sinks"][some, None].double() - largest)
+                out[t, some] = weights @ torch.cat(values).double() / total
         return out, lse
 
     def arguments(self, dtype: torch.dtype = torch.float32) -> tuple[tuple[Any, ...], dict[str, Any]]:

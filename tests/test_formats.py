@@ -86,7 +86,7 @@ def test_the_description_agrees(name: str) -> None:
     assert f.entry_bytes(f.dim) == sum(length for _, _, length in g.place(1)[1].values())
     flat = {part: size for section in f.sections for part, size in section}
     assert {part: len(content) for part, content in parts.items()} == {p: n for p, n in flat.items() if p != "pad"}
-    with pytest.raises(ValueError, match=f"entry_bytes: dim: expected {f.dim} for format '{name}', got 7"):
+    with pytest.raises(ValueError, match=f"format '{name}': expected rows of {f.dim} elements, got 7"):
         f.entry_bytes(7)
 
 
@@ -139,6 +139,12 @@ def test_codes_and_names_are_stable() -> None:
     ]
     assert [f.code for f in FORMATS.values()] == list(range(22))
     assert {f.version for f in FORMATS.values()} == {1}
+
+
+def test_native_kernels_mirror_the_formats_that_they_read() -> None:
+    native = pytest.importorskip("sparse_attn._cpu_native")
+    read = [(f.name, f.code, f.bits, f.scale_bits) for f in FORMATS.values()]
+    assert native.formats() == read[: len(native.formats())]
 
 
 # golden bytes

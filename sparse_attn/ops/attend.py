@@ -162,7 +162,7 @@ def _check_main(a: Attend, batch: int) -> None:
         raise refuse("attend", "page_table", "int32 [B, max_pages] for the main plane", "None")
     _int32("page_table", a.page_table, "B, max_pages", (batch, None), device, "row")
     expect(a.ratio >= 1, "attend", "ratio", "at least 1 token an entry", a.ratio)
-    expect(a.select_block >= 1, "attend", "select_block", "at least 1 entry a block", a.select_block)
+    expect(1 <= a.select_block < 1 << 31, "attend", "select_block", "1 to 2**31 - 1 entries a block", a.select_block)
     if a.kv_range is not None:
         _int32("kv_range", a.kv_range, "T, 2", (tokens, 2), device)
     if a.indices is None:
@@ -432,8 +432,8 @@ def attend(
 
     Returns:
         ``out [T, Hq, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse`` float32 ``[T, Hq]`` (natural
-        logarithm, without the sink). A row that attends nothing, padding, and rows of sequences of length 0 or less
-        have ``out = 0`` and ``lse = -inf``.
+        logarithm, without the sink). A row that attends nothing, padding, rows of sequences of length 0 or less, and
+        rows before a sequence's first token (more query rows than tokens) have ``out = 0`` and ``lse = -inf``.
 
     Raises:
         InvalidCall: an argument breaks the contract.

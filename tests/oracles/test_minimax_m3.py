@@ -17,9 +17,9 @@ from sparse_attn.registry import Impl
 m3 = pytest.importorskip("transformers.models.minimax_m3_vl")
 
 LAYERS = ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]
-TOKENS = {16: 150, 128: 300}
+TOKENS = {16: 150, 128: 400}
 """Tokens for each size of a block; the last block is ragged."""
-TOPK = 2
+TOPK = 3
 STEPS = {
     "one step": lambda n: [n],
     "prefill and decode": lambda n: [n - 20] + [1] * 20,
@@ -154,6 +154,5 @@ def selection_ignored(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fault", [other_blocks, other_kv_heads_blocks, selection_ignored])
-@pytest.mark.parametrize("block", TOKENS)
-def test_faults_are_seen(attend_impl: Impl, block: int, fault: Alter) -> None:
-    assert difference(attend_impl, block, "one step", 16, fault) > SEEN
+def test_faults_are_seen(attend_impl: Impl, fault: Alter) -> None:
+    assert difference(attend_impl, 16, "one step", 16, fault) > SEEN

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparse_attn.registry import Impl
 
 PAGE_SIZES = (1, 4, 53)
+PLAIN_FORMAT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 NO_INDEX = torch.tensor([-1, -7, -(2**31), 2**31 - 1])
 """Indices that name nothing, whatever the lengths."""
 
@@ -146,6 +147,18 @@ def whole(counts: Sequence[int]) -> list[tuple[int, int]]:
     return [(0, n) for n in counts]
 
 
+def stored(rows: Sequence[Tensor], format: str) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
+    """Rows in a format: the stored elements, their scales, and the numbers they stand for."""
+    if format == "int8":
+        scales = [r.abs().amax(-1).div(120).half() for r in rows]
+        whole_numbers = [(r / s[..., None].float()).round().to(torch.int8) for r, s in zip(rows, scales, strict=True)]
+        numbers = [w.double() * s[..., None].double() for w, s in zip(whole_numbers, scales, strict=True)]
+        return whole_numbers, scales, numbers
+    dtype = next(dtype for dtype, name in PLAIN_FORMAT.items() if name == format)
+    elements = [r.to(dtype) for r in rows]
+    return elements, None, [e.double() for e in elements]
+
+
 @dataclass
 class Gqa:
     """Separate keys and values of every token, and the op's arguments for them."""
@@ -229,25 +242,30 @@ def test_not_causal(attend_impl: Impl, page_size: int) -> None:
     [(576, 512, 0), (576, 512, 64), (512, 512, 0)],
     ids=["576 to 512", "rope apart", "512 to 512"],
 )
-def test_mla(attend_impl: Impl, page_size: int, dim: int, v_dim: int, rope_dim: int) -> None:
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+def test_mla(attend_impl: Impl, page_size: int, dim: int, v_dim: int, rope_dim: int, format: str) -> None:
     """One KV head; the values are the first elements of each key."""
-    batch = Batch(*MIXED, 16, dim)
-    rows = randn(batch.tokens(), 1, dim)
-    pages = Pages(whole(batch.tokens()), page_size)
-    planes = {"kv": pages.lay([r[..., : dim - rope_dim] for r in rows])}
-    if rope_dim:
-        planes["kv_rope"] = pages.lay([r[..., dim - rope_dim :] for r in rows])
-    indices, counts, chosen = choose(batch, batch.tokens(), 1, 24)
+    dtype = torch.float32 if format == "fp32" else torch.bfloat16
+    batch = Batch(*MIXED, 16, dim, dtype)
+    counts = batch.tokens()
+    rows, scales, numbers = stored(randn(counts, 1, dim - rope_dim), format)
+    rope = [r.to(dtype) for r in randn(counts, 1, rope_dim)]
+    keys = [torch.cat([n, r.double()], dim=-1) for n, r in zip(numbers, rope, strict=True)]
+    values = [n[..., :v_dim] for n in numbers]
+    pages = Pages(whole(counts), page_size)
+    indices, index_counts, chosen = choose(batch, counts, 1, 24)
     compare(
         attend_impl,
         batch,
-        [Seen(rows, [r[..., :v_dim] for r in rows], both(chosen, causal(batch, batch.tokens())))],
+        [Seen(keys, values, both(chosen, causal(batch, counts)))],
         scale=0.05,
+        kv=pages.lay(rows),
+        kv_scale=None if scales is None else pages.lay(scales),
+        kv_rope=pages.lay(rope) if rope_dim else None,
         page_table=pages.table,
-        format="fp32",
+        format=format,
         indices=indices,
-        index_counts=counts,
-        **planes,
+        index_counts=index_counts,
     )
 
 
@@ -356,13 +374,13 @@ class Window:
 
     def __post_init__(self) -> None:
         counts = self.batch.tokens()
-        self.rows = randn(counts, self.kv_heads, self.dim)
+        self.rows = [r.to(self.batch.dtype) for r in randn(counts, self.kv_heads, self.dim)]
         spans = [(min(low, n), n) for low, n in zip(self.first, counts, strict=True)]
         pages = Pages(spans, self.page_size, seed=1)
         self.arguments: dict[str, Any] = {
             "win": pages.lay([r[low:] for r, (low, _) in zip(self.rows, spans, strict=True)]),
             "win_page_table": pages.table,
-            "win_format": "fp32",
+            "win_format": PLAIN_FORMAT[self.batch.dtype],
         }
 
     def seen(self, masks: Sequence[Tensor]) -> Seen:
@@ -420,19 +438,22 @@ def test_window_indices(attend_impl: Impl, page_size: int, bound: str) -> None:
 
 @pytest.mark.parametrize("selected", [True, False], ids=["selected", "all visible"])
 @pytest.mark.parametrize("ratio", [1, 4, 128])
-def test_two_planes_one_softmax(attend_impl: Impl, page_size: int, ratio: int, selected: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_planes_one_softmax(
+    attend_impl: Impl, page_size: int, dtype: torch.dtype, ratio: int, selected: bool
+) -> None:
     """Raw tokens and compressed entries under their own tables; what both hold counts twice."""
     rows, lengths = [12, 0, 1, 3, 20, 5], [12, 9, 64, 0, 390, 3]
-    batch = Batch(rows, lengths, 8, 32)
+    batch = Batch(rows, lengths, 8, 32, dtype)
     window = Window(batch, 1, 32, 32, page_size + 2, window_starts(batch, 32))
     counts = batch.tokens(ratio)
-    entries = randn(counts, 1, 32)
+    entries = [e.to(dtype) for e in randn(counts, 1, 32)]
     pages = Pages(whole(counts), page_size)
     masks = causal(batch, counts, ratio)
     arguments: dict[str, Any] = {
         "kv": pages.lay(entries),
         "page_table": pages.table,
-        "format": "fp32",
+        "format": PLAIN_FORMAT[dtype],
         "ratio": ratio,
         "window": 32,
         **window.arguments,
@@ -454,18 +475,6 @@ def test_sinks(attend_impl: Impl, page_size: int, size: float) -> None:
     if size == float("-inf"):
         sinks[:] = size
     compare(attend_impl, batch, main.seen(causal(batch, main.counts)), sinks=sinks, **main.arguments)
-
-
-def stored(rows: Sequence[Tensor], format: str) -> tuple[list[Tensor], list[Tensor] | None, list[Tensor]]:
-    """Rows in a format: the stored elements, their scales, and the numbers they stand for."""
-    if format == "int8":
-        scales = [r.abs().amax(-1).div(120).half() for r in rows]
-        whole_numbers = [(r / s[..., None].float()).round().to(torch.int8) for r, s in zip(rows, scales, strict=True)]
-        numbers = [w.double() * s[..., None].double() for w, s in zip(whole_numbers, scales, strict=True)]
-        return whole_numbers, scales, numbers
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[format]
-    elements = [r.to(dtype) for r in rows]
-    return elements, None, [e.double() for e in elements]
 
 
 @pytest.mark.parametrize("v_format", ["fp32", "bf16", "fp16", "int8"])

@@ -1,0 +1,105 @@
+"""``cpu_native``: the kernels of ``csrc/cpu_native``, for every call on CPU tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparse_attn import env
+from sparse_attn.checks import refuse
+from sparse_attn.layout import FORMATS, PLAIN_FORMATS
+from sparse_attn.registry import Impl, OneOf
+
+if TYPE_CHECKING:
+    from sparse_attn.ops.attend import Attend
+    from sparse_attn.ops.store import Store
+
+_CODES = {getattr(torch, FORMATS[name].dtype): FORMATS[name].code for name in PLAIN_FORMATS}
+
+
+@lru_cache(maxsize=1)
+def _native() -> ModuleType:
+    return import_module("sparse_attn._cpu_native")
+
+
+def _unavailable() -> str | None:
+    try:
+        machine = _native().instruction_sets()
+    except ImportError as error:
+        return f"the native module sparse_attn._cpu_native does not load ({error}); install again with a C++ compiler"
+    wanted = env.CPU_ISA.get()
+    if wanted in ("auto", *machine):
+        return None
+    return f"{env.CPU_ISA.name} is {wanted}, this machine runs {', '.join(machine)}"
+
+
+@lru_cache(maxsize=1)
+def _isa() -> int:
+    machine = _native().instruction_sets()
+    wanted = env.CPU_ISA.get()
+    return len(machine) - 1 if wanted == "auto" else machine.index(wanted)
+
+
+def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
+    rope = 0 if a.kv_rope is None else _CODES[a.kv_rope.dtype]
+    failure = _native().attend(a, out, lse, _CODES[a.q.dtype], rope, torch.get_num_threads(), _isa())
+    if failure is not None:
+        raise _refusal(a, *failure)
+
+
+def _refusal(a: Attend, error: object, in_window: bool, first: int, second: int) -> Exception:
+    errors = _native().AttendError
+    plane, table, name = (
+        (a.win, a.win_page_table, "win_page_table") if in_window else (a.kv, a.page_table, "page_table")
+    )
+    if error == errors.first_start:
+        return refuse("attend", "cu_seqlens_q", "a first value of 0", first)
+    if error == errors.last_start:
+        return refuse("attend", "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", first)
+    if error == errors.descending:
+        return refuse("attend", "cu_seqlens_q", "ascending values", a.cu_seqlens_q.tolist())
+    if error == errors.too_many_rows:
+        return refuse("attend", "max_seqlen_q", f"at least {first}", a.max_seqlen_q)
+    if error == errors.too_long:
+        return refuse("attend", "max_seq_len", f"at least {first}", a.max_seq_len)
+    assert plane is not None and table is not None
+    if error == errors.entry_unpaged:
+        pages = f"{table.shape[1]} pages of {plane.shape[1]} entries"
+        return refuse("attend", name, f"a page for entry {first} of sequence {second}", pages)
+    return refuse("attend", name, f"pages from 0 to {plane.shape[0] - 1} in sequence {first}", second)
+
+
+def _store(a: Store) -> None:
+    last = _native().store(a, _CODES[a.rows.dtype], torch.get_num_threads())
+    if last >= 0:
+        end = a.plane.shape[0] * a.plane.shape[1]
+        raise refuse("store", "slots", f"less than pages * page_size = {end}", last)
+
+
+_CPU = OneOf(("cpu",))
+_KV = OneOf(("", "fp32", "bf16", "fp16", "int8"))
+
+IMPLS = (
+    Impl(
+        "attend",
+        "cpu_native",
+        limits={"device": _CPU, "format": _KV, "v_format": _KV, "win_format": OneOf(("", *PLAIN_FORMATS))},
+        run=_attend,
+        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
+        "store",
+        "cpu_native",
+        limits={"device": _CPU, "format": OneOf(("fp32", "bf16", "fp16", "int8", "int8_index_h"))},
+        run=_store,
+        priority=10,
+        available=_unavailable,
+    ),
+)

@@ -1,0 +1,53 @@
+// Conversions of single numbers between float32 and the 16-bit formats: round to nearest even,
+// exact on denormals, NaN stays NaN. Functions have internal linkage, so that no copy built for
+// another instruction set is shared.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+namespace sparse_attn {
+namespace {
+
+inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float bf16_to_float(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
+
+inline uint16_t float_to_bf16(float x) {
+  const uint32_t bits = bits_of(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float half_to_float(uint16_t x) {
+  const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16;
+  const uint32_t rest = static_cast<uint32_t>(x & 0x7fff) << 13;
+  if (rest >= 0x0f800000u) return float_of(sign | rest | 0x7f800000u);  // infinity, NaN
+  return float_of(sign | bits_of(float_of(rest) * 0x1p112f));
+}
+
+inline uint16_t float_to_half(float x) {
+  const uint32_t sign = (bits_of(x) >> 16) & 0x8000;
+  uint32_t rest = bits_of(x) & 0x7fffffffu;
+  if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00);
+  if (rest >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more
+  if (rest < 0x38800000u) {  // below the smallest normal half: the addition rounds to its spacing
+    rest = bits_of(float_of(rest) + 0.5f) - 0x3f000000u;
+  } else {
+    rest = (rest - 0x38000000u + 0xfff + ((rest >> 13) & 1)) >> 13;
+  }
+  return static_cast<uint16_t>(sign | rest);
+}
+
+}  // namespace
+}  // namespace sparse_attn

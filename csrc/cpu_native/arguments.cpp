@@ -1,0 +1,234 @@
+#include "arguments.h"
+
+#include <string.h>
+
+namespace sparse_attn {
+namespace {
+
+namespace py = pybind11;
+
+// A name that is looked up by identity after the first use.
+class Name {
+ public:
+  explicit Name(const char* name) : object_(PyUnicode_InternFromString(name)) {}
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+#define SPARSE_ATTN_NAME(name)        \
+  ([]() -> PyObject* {                \
+    static const Name interned(name); \
+    return interned.get();            \
+  }())
+
+py::object attribute(py::handle from, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(from.ptr(), name);
+  if (!value) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+py::object call_method(py::handle from, PyObject* name) {
+  PyObject* value = PyObject_CallMethodNoArgs(from.ptr(), name);
+  if (!value) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+int64_t integer(py::handle x) {
+  const int64_t value = PyLong_AsLongLong(x.ptr());
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+Format format_named(py::handle name) {
+  const char* text = PyUnicode_AsUTF8(name.ptr());
+  if (!text) throw py::error_already_set();
+  for (const FormatInfo& info : kFormats) {
+    if (strcmp(info.name, text) == 0) return info.format;
+  }
+  throw py::value_error("unknown format");
+}
+
+// A tensor's address, sizes and strides. The caller's tuple keeps the tensor alive.
+class TensorView {
+ public:
+  explicit TensorView(py::handle tensor) : tensor_(tensor) {}
+
+  bool given() const { return !tensor_.is_none(); }
+
+  template <class T>
+  T* data() const {
+    if (!given()) return nullptr;
+    return reinterpret_cast<T*>(
+        PyLong_AsVoidPtr(call_method(tensor_, SPARSE_ATTN_NAME("data_ptr")).ptr()));
+  }
+
+  // Sizes of the first `count` axes.
+  void sizes(int count, int64_t* to) const {
+    read(attribute(tensor_, SPARSE_ATTN_NAME("shape")), count, 1, to);
+  }
+
+  // Strides of the first `count` axes in units of 1 / `unit` elements.
+  void strides(int count, int64_t unit, int64_t* to) const {
+    read(call_method(tensor_, SPARSE_ATTN_NAME("stride")), count, unit, to);
+  }
+
+ private:
+  static void read(const py::object& tuple, int count, int64_t unit, int64_t* to) {
+    for (int i = 0; i < count; ++i) to[i] = integer(PyTuple_GET_ITEM(tuple.ptr(), i)) * unit;
+  }
+
+  py::handle tensor_;
+};
+
+PagedRows paged_rows(py::handle tensor, Format format, int64_t dim, int64_t bytes) {
+  PagedRows rows;
+  const TensorView view(tensor);
+  if (!view.given()) return rows;
+  rows.data = view.data<const char>();
+  int64_t strides[3];
+  view.strides(3, bytes, strides);
+  rows.page_stride = strides[0];
+  rows.entry_stride = strides[1];
+  rows.head_stride = strides[2];
+  rows.dim = static_cast<int32_t>(dim);
+  rows.format = format;
+  return rows;
+}
+
+PagedRows paged_rows(py::handle tensor, Format format) {
+  const TensorView view(tensor);
+  int64_t sizes[4] = {0, 0, 0, 0};
+  if (view.given()) view.sizes(4, sizes);
+  return paged_rows(tensor, format, sizes[3], element_bytes(format));
+}
+
+PagedRows paged_scales(py::handle tensor) { return paged_rows(tensor, Format::kFp16, 1, 2); }
+
+void read_indices(py::handle tensor, PlaneParams* plane) {
+  const TensorView view(tensor);
+  if (!view.given()) return;
+  int64_t sizes[3];
+  view.sizes(3, sizes);
+  view.strides(3, 1, plane->index_strides);
+  plane->index_heads = sizes[1];
+  plane->selected = sizes[2];
+  plane->listed = true;
+  plane->indices = view.data<const int32_t>();
+}
+
+void read_pages(py::handle plane_tensor, py::handle table_tensor, PlaneParams* plane) {
+  int64_t sizes[2], strides[1];
+  const TensorView rows(plane_tensor), table(table_tensor);
+  rows.sizes(2, sizes);
+  plane->pages = sizes[0];
+  plane->page_size = sizes[1];
+  table.sizes(2, sizes);
+  table.strides(1, 1, strides);
+  plane->page_table = table.data<const int32_t>();
+  plane->page_table_stride = strides[0];
+  plane->max_pages = sizes[1];
+}
+
+}  // namespace
+
+AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Format q_format,
+                           Format rope_format) {
+#define FIELD(name) attribute(call, SPARSE_ATTN_NAME(name))
+  AttendParams p;
+  int64_t sizes[4];
+
+  const py::object q = FIELD("q");
+  const TensorView q_view(q);
+  q_view.sizes(3, sizes);
+  q_view.strides(2, element_bytes(q_format), p.q_strides);
+  p.q = q_view.data<const char>();
+  p.q_format = q_format;
+  p.tokens = sizes[0];
+  p.heads = static_cast<int32_t>(sizes[1]);
+  p.qk_dim = static_cast<int32_t>(sizes[2]);
+  p.out = TensorView(out).data<char>();
+  p.lse = TensorView(lse).data<float>();
+
+  const py::object starts = FIELD("cu_seqlens_q");
+  TensorView(starts).sizes(1, sizes);
+  p.batch = sizes[0] - 1;
+  p.cu_seqlens_q = TensorView(starts).data<const int32_t>();
+  p.seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
+  p.sinks = TensorView(FIELD("sinks")).data<const float>();
+  p.scale = PyFloat_AsDouble(FIELD("scale").ptr());
+  p.v_dim = static_cast<int32_t>(integer(FIELD("v_dim")));
+  p.max_seqlen_q = integer(FIELD("max_seqlen_q"));
+  p.max_seq_len = integer(FIELD("max_seq_len"));
+  p.causal = FIELD("causal").ptr() == Py_True;
+
+  const py::object kv = FIELD("kv");
+  if (!kv.is_none()) {
+    PlaneParams& main = p.main;
+    const py::object v = FIELD("v"), v_format = FIELD("v_format");
+    const Format k_format = format_named(FIELD("format"));
+    main.given = true;
+    main.k = paged_rows(kv, k_format);
+    main.rope = paged_rows(FIELD("kv_rope"), rope_format);
+    main.k_scale = paged_scales(FIELD("kv_scale"));
+    if (v.is_none()) {
+      main.v_scale = main.k_scale;
+    } else {
+      const Format format =
+          PyUnicode_GetLength(v_format.ptr()) > 0 ? format_named(v_format) : k_format;
+      main.v = paged_rows(v, format);
+      main.v_scale = paged_scales(FIELD("v_scale"));
+    }
+    read_pages(kv, FIELD("page_table"), &main);
+    main.range = TensorView(FIELD("kv_range")).data<const int32_t>();
+    read_indices(FIELD("indices"), &main);
+    main.counts = TensorView(FIELD("index_counts")).data<const int32_t>();
+    main.select_block = integer(FIELD("select_block"));
+    main.ratio = integer(FIELD("ratio"));
+    TensorView(kv).sizes(3, sizes);
+    p.kv_heads = static_cast<int32_t>(sizes[2]);
+  }
+  const py::object win = FIELD("win");
+  if (!win.is_none()) {
+    PlaneParams& window = p.window;
+    window.given = true;
+    window.k = paged_rows(win, format_named(FIELD("win_format")));
+    read_pages(win, FIELD("win_page_table"), &window);
+    window.range = TensorView(FIELD("win_range")).data<const int32_t>();
+    read_indices(FIELD("win_indices"), &window);
+    window.window = integer(FIELD("window"));
+    TensorView(win).sizes(3, sizes);
+    p.kv_heads = static_cast<int32_t>(sizes[2]);
+  }
+  return p;
+}
+
+StoreParams store_params(py::handle call, Format row_format) {
+  StoreParams p;
+  int64_t sizes[3];
+  const py::object rows = FIELD("rows"), plane = FIELD("plane"), scale = FIELD("scale");
+  const TensorView row_view(rows), plane_view(plane), scale_view(scale);
+  row_view.sizes(3, sizes);
+  p.tokens = sizes[0];
+  p.heads = sizes[1];
+  p.dim = sizes[2];
+  p.rows = row_view.data<const char>();
+  p.row_format = row_format;
+  row_view.strides(2, element_bytes(row_format), p.row_strides);
+  p.format = format_named(FIELD("format"));
+  plane_view.sizes(2, sizes);
+  p.pages = sizes[0];
+  p.page_size = sizes[1];
+  p.plane = plane_view.data<char>();
+  plane_view.strides(3, element_bytes(p.format), p.plane_strides);
+  if (scale_view.given()) {
+    p.scale = scale_view.data<char>();
+    scale_view.strides(3, 2, p.scale_strides);
+  }
+  p.slots = TensorView(FIELD("slots")).data<const int64_t>();
+#undef FIELD
+  return p;
+}
+
+}  // namespace sparse_attn

@@ -1,0 +1,18 @@
+// Reads the ops' argument tuples (sparse_attn.ops.attend.Attend, sparse_attn.ops.store.Store) into
+// plain parameters. The op's card has checked the tuple: nothing here checks again.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "attend.h"
+#include "store.h"
+
+namespace sparse_attn {
+
+// `formats` are those of q and, if it is given, of kv_rope.
+AttendParams attend_params(pybind11::handle call, pybind11::handle out, pybind11::handle lse,
+                           Format q_format, Format rope_format);
+
+StoreParams store_params(pybind11::handle call, Format row_format);
+
+}  // namespace sparse_attn

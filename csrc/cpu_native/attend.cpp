@@ -1,0 +1,323 @@
+#include "attend.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <atomic>
+#include <vector>
+
+#include "memory.h"
+#include "parallel.h"
+#include "schedule.h"
+
+namespace sparse_attn {
+namespace {
+
+// Least lanes of a block that is cut for the sake of threads: each part reads the keys anew.
+constexpr int32_t kLeastLanes = 32;
+
+// Products of elements below which starting threads costs more than they save.
+constexpr int64_t kLeastWork = 1 << 20;
+
+const Kernels& kernels_for(Isa isa) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case Isa::kAvx512Bf16:
+      return kAvx512Bf16Kernels;
+    case Isa::kAvx512:
+      return kAvx512Kernels;
+    case Isa::kAvx2:
+      return kAvx2Kernels;
+    case Isa::kPortable:
+      break;
+  }
+#else
+  (void)isa;
+#endif
+  return kPortableKernels;
+}
+
+AttendStatus check_lengths(const AttendParams& p) {
+  const int32_t* starts = p.cu_seqlens_q;
+  if (starts[0] != 0) return {AttendError::kFirstStart, false, {starts[0], 0}};
+  if (starts[p.batch] > p.tokens) return {AttendError::kLastStart, false, {starts[p.batch], 0}};
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t rows = static_cast<int64_t>(starts[b + 1]) - starts[b];
+    if (rows < 0) return {AttendError::kDescending, false, {0, 0}};
+    if (rows > p.max_seqlen_q) return {AttendError::kTooManyRows, false, {rows, 0}};
+    if (p.seq_lens[b] > p.max_seq_len) return {AttendError::kTooLong, false, {p.seq_lens[b], 0}};
+  }
+  return {};
+}
+
+void fill_empty(const AttendParams& p, int64_t begin, int64_t end) {
+  const int64_t row = static_cast<int64_t>(p.heads) * p.v_dim * element_bytes(p.q_format);
+  memset(p.out + begin * row, 0, static_cast<size_t>((end - begin) * row));
+  for (int64_t i = begin * p.heads; p.lse && i < end * p.heads; ++i) p.lse[i] = -INFINITY;
+}
+
+// Sets which chunks of a plane the block attends. False if an entry of a range lies past the page
+// table.
+bool set_chunks(const AttendParams& p, const PlaneParams& plane, int32_t index_head, int which,
+                Block* block) {
+  block->first_chunk[which] = block->chunks[which] = 0;
+  if (!plane.given) return true;
+  if (plane.listed) {
+    block->chunks[which] = (listed_entries(plane, block->row, index_head) + kChunk - 1) / kChunk;
+    return true;
+  }
+  EntryRange all = {INT64_MAX, 0};
+  for (int32_t r = 0; r < block->rows; ++r) {
+    const EntryRange range = visible_range(plane, p.causal, block->row + r, block->position + r,
+                                           p.seq_lens[block->sequence]);
+    if (range.low == range.high) continue;
+    if (range.low < all.low) all.low = range.low;
+    if (range.high > all.high) all.high = range.high;
+  }
+  if (all.high == 0) return true;
+  block->first_chunk[which] = all.low / kChunk;
+  block->chunks[which] = (all.high + kChunk - 1) / kChunk - all.low / kChunk;
+  return all.high <= plane.max_pages * plane.page_size;
+}
+
+// The first entry without a page that the specification comes upon.
+class Finder {
+ public:
+  explicit Finder(const AttendParams& p) : p_(p) {}
+
+  AttendStatus find() const {
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      const int64_t begin = p_.cu_seqlens_q[b], end = p_.cu_seqlens_q[b + 1];
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t position = p_.seq_lens[b] - (end - row);
+        if (position < 0) continue;
+        for (int32_t group = 0; group < groups(p_); ++group) {
+          const AttendStatus status = find(b, row, position, group);
+          if (status.error != AttendError::kNone) return status;
+        }
+      }
+    }
+    return {};
+  }
+
+ private:
+  AttendStatus find(int64_t b, int64_t row, int64_t position, int32_t group) const {
+    if (p_.window.given) {
+      const AttendStatus status = find(p_.window, b, row, position, 0);
+      if (status.error != AttendError::kNone) return status;
+    }
+    if (!p_.main.given) return {};
+    return find(p_.main, b, row, position, group * p_.main.index_heads / groups(p_));
+  }
+
+  AttendStatus find(const PlaneParams& plane, int64_t b, int64_t row, int64_t position,
+                    int64_t index_head) const {
+    const bool in_window = &plane == &p_.window;
+    const int32_t* table = plane.page_table + b * plane.page_table_stride;
+    const std::vector<EntryRange> runs = entries(plane, b, row, position, index_head);
+    int64_t last = -1;
+    for (const EntryRange& run : runs) last = run.high - 1 > last ? run.high - 1 : last;
+    if (last >= plane.max_pages * plane.page_size)
+      return {AttendError::kEntryUnpaged, in_window, {last, b}};
+    for (const EntryRange& run : runs) {
+      for (int64_t column = run.low / plane.page_size; column * plane.page_size < run.high;
+           ++column) {
+        const int64_t page = table[column];
+        if (page < 0 || page >= plane.pages)
+          return {AttendError::kPageOutside, in_window, {b, page}};
+      }
+    }
+    return {};
+  }
+
+  // What a row attends in a plane, as runs of entries in the order of its list.
+  std::vector<EntryRange> entries(const PlaneParams& plane, int64_t b, int64_t row,
+                                  int64_t position, int64_t index_head) const {
+    const EntryRange range = visible_range(plane, p_.causal, row, position, p_.seq_lens[b]);
+    std::vector<EntryRange> runs;
+    if (!plane.listed) {
+      if (range.low < range.high) runs.push_back(range);
+      return runs;
+    }
+    const int64_t* strides = plane.index_strides;
+    const int64_t count = listed_entries(plane, row, index_head) / plane.select_block;
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t index =
+          plane.indices[row * strides[0] + index_head * strides[1] + j * strides[2]];
+      if (index < 0) continue;
+      EntryRange run = {index * plane.select_block, (index + 1) * plane.select_block};
+      if (run.low < range.low) run.low = range.low;
+      if (run.high > range.high) run.high = range.high;
+      if (run.low < run.high) runs.push_back(run);
+    }
+    return runs;
+  }
+
+  const AttendParams& p_;
+};
+
+// Rows of one sequence that are processed together.
+struct Rows {
+  int64_t sequence, row, position;
+  int32_t rows;
+};
+
+std::vector<Rows> cut_rows(const AttendParams& p) {
+  const bool lists = p.main.listed || p.window.listed;
+  const int64_t most = lists                                ? 1
+                       : kMaxLanes / heads_per_group(p) > 1 ? kMaxLanes / heads_per_group(p)
+                                                            : 1;
+  std::vector<Rows> result;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t end = p.cu_seqlens_q[b + 1], begin = p.cu_seqlens_q[b];
+    int64_t row = end - p.seq_lens[b];  // stands at position 0
+    if (row < begin) row = begin;
+    if (row > end) row = end;
+    fill_empty(p, begin, row);
+    for (; row < end; row += most) {
+      const int64_t rows = end - row < most ? end - row : most;
+      result.push_back({b, row, p.seq_lens[b] - (end - row), static_cast<int32_t>(rows)});
+    }
+  }
+  return result;
+}
+
+// A block whose chunks are attended by several tasks. The last of them merges.
+struct SharedBlock {
+  Block block;
+  int64_t first_partial;
+  std::atomic<int64_t> open_tasks{0};
+};
+
+class Call {
+ public:
+  explicit Call(const AttendParams& p) : p_(p), kernels_(kernels_for(p.isa)), rows_(cut_rows(p)) {}
+
+  // False if an entry has no page.
+  bool run() {
+    const int64_t items = static_cast<int64_t>(rows_.size()) * groups(p_);
+    if (items == 0) return true;
+    if (p_.threads == 1 || items >= 4 * p_.threads) {
+      head_parts_ = 1;
+      run_whole(items);
+    } else {
+      head_parts_ = heads_per_group(p_) / kLeastLanes;
+      if (head_parts_ > p_.threads) head_parts_ = p_.threads;
+      if (head_parts_ < 1) head_parts_ = 1;
+      if (items * head_parts_ >= p_.threads && head_parts_ > 1) {
+        run_whole(items * head_parts_);
+      } else {
+        head_parts_ = 1;
+        run_chunks(items);
+      }
+    }
+    return !failed_;
+  }
+
+ private:
+  int32_t lanes_at_most() const {
+    int32_t rows = 1;
+    for (const Rows& r : rows_) rows = r.rows > rows ? r.rows : rows;
+    return rows * ((heads_per_group(p_) + head_parts_ - 1) / head_parts_);
+  }
+
+  // Item i: groups and their parts vary fastest, so that threads share the pages of neighbours.
+  bool make_block(int64_t item, Block* block) const {
+    const int32_t per_rows = groups(p_) * head_parts_;
+    const Rows& rows =
+        rows_[rows_.size() - 1 - static_cast<size_t>(item / per_rows)];  // long ones first
+    const int32_t group = static_cast<int32_t>(item % per_rows) / head_parts_;
+    const int32_t part = static_cast<int32_t>(item % per_rows) % head_parts_;
+    const int32_t heads = heads_per_group(p_);
+    const int32_t first = heads * part / head_parts_;
+    block->sequence = rows.sequence;
+    block->row = rows.row;
+    block->rows = rows.rows;
+    block->position = rows.position;
+    block->head = group * heads + first;
+    block->heads = heads * (part + 1) / head_parts_ - first;
+    block->kv_head = static_cast<int32_t>(static_cast<int64_t>(group) * p_.kv_heads / groups(p_));
+    block->index_head = static_cast<int32_t>(group * p_.main.index_heads / groups(p_));
+    return set_chunks(p_, p_.window, 0, 0, block) &&
+           set_chunks(p_, p_.main, block->index_head, 1, block);
+  }
+
+  void run_whole(int64_t items) {
+    const int64_t bytes = kernels_.scratch_bytes(p_, lanes_at_most());
+    char* scratch = thread_memory(0, bytes * p_.threads);
+    parallel_for(items, p_.threads, [&](int64_t item, int32_t worker) {
+      if (failed_.load(std::memory_order_relaxed)) return;
+      Block block;
+      if (!make_block(item, &block) ||
+          !kernels_.attend(p_, block, 0, block.chunks[0] + block.chunks[1],
+                           scratch + worker * bytes, nullptr)) {
+        failed_ = true;
+      }
+    });
+  }
+
+  void run_chunks(int64_t items) {
+    std::vector<SharedBlock> blocks(static_cast<size_t>(items));
+    struct Task {
+      SharedBlock* shared;
+      int64_t begin, end;
+    };
+    std::vector<Task> tasks;
+    int64_t chunks = 0;
+    for (int64_t item = 0; item < items; ++item) {
+      SharedBlock& shared = blocks[static_cast<size_t>(item)];
+      if (!make_block(item, &shared.block)) {
+        failed_ = true;
+        return;
+      }
+      shared.first_partial = chunks;
+      chunks += shared.block.chunks[0] + shared.block.chunks[1];
+    }
+    const int64_t each = chunks / (4 * p_.threads) + 1;
+    for (SharedBlock& shared : blocks) {
+      const int64_t count = shared.block.chunks[0] + shared.block.chunks[1];
+      for (int64_t begin = 0; begin < count || begin == 0; begin += each) {
+        tasks.push_back({&shared, begin, begin + each < count ? begin + each : count});
+        ++shared.open_tasks;
+      }
+    }
+    const int32_t lanes = lanes_at_most();
+    const int64_t bytes = kernels_.scratch_bytes(p_, lanes);
+    const int64_t partial = kernels_.partial_floats(p_, lanes);
+    char* scratch = thread_memory(0, bytes * p_.threads);
+    float* partials = reinterpret_cast<float*>(thread_memory(1, chunks * partial * 4));
+    parallel_for(static_cast<int64_t>(tasks.size()), p_.threads, [&](int64_t i, int32_t worker) {
+      if (failed_.load(std::memory_order_relaxed)) return;
+      const Task& task = tasks[static_cast<size_t>(i)];
+      SharedBlock& shared = *task.shared;
+      const Block& block = shared.block;
+      const int64_t count = block.chunks[0] + block.chunks[1];
+      const bool alone = task.begin == 0 && task.end == count;
+      const int64_t stride = kernels_.partial_floats(p_, lanes_of(block));
+      float* first = partials + shared.first_partial * partial;
+      if (!kernels_.attend(p_, block, task.begin, task.end, scratch + worker * bytes,
+                           alone ? nullptr : first + task.begin * stride)) {
+        failed_ = true;
+        return;
+      }
+      if (!alone && shared.open_tasks.fetch_sub(1) == 1) kernels_.merge(p_, block, count, first);
+    });
+  }
+
+  const AttendParams& p_;
+  const Kernels& kernels_;
+  const std::vector<Rows> rows_;
+  int32_t head_parts_ = 1;
+  std::atomic<bool> failed_{false};
+};
+
+}  // namespace
+
+AttendStatus attend(const AttendParams& p) {
+  const AttendStatus status = check_lengths(p);
+  if (status.error != AttendError::kNone) return status;
+  fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);
+  return Call(p).run() ? AttendStatus{} : Finder(p).find();
+}
+
+}  // namespace sparse_attn

@@ -1,0 +1,656 @@
+// The kernel of `attend`, compiled once for each instruction set. The including file defines
+// SPARSE_ATTN_ISA, the namespace, and SPARSE_ATTN_KERNELS, the name of the table of entry points.
+#pragma once
+
+#include <math.h>
+
+#include "softmax.h"
+
+namespace sparse_attn {
+namespace SPARSE_ATTN_ISA {
+namespace {
+
+constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Up to so many lanes, vectors hold keys instead of lanes, which would leave them half empty.
+constexpr int kFewLanes = kWidth / 2;
+
+// Keys of one call of `qk`, and lanes of one call of `pv`: two vectors of sums for each, in the
+// registers there are.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kQkRows = 8, kPvLanes = 8;
+#else
+constexpr int kQkRows = 4, kPvLanes = 4;
+#endif
+
+// Hands out aligned parts of one allocation. Without memory it only counts.
+class Carver {
+ public:
+  explicit Carver(char* memory) : memory_(memory) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    T* part = memory_ ? reinterpret_cast<T*>(memory_ + taken_) : nullptr;
+    taken_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return part;
+  }
+
+  int64_t taken() const { return taken_; }
+
+ private:
+  char* memory_;
+  int64_t taken_ = 0;
+};
+
+// What attending some entries leaves: for each lane the maximum m of its scores, l = sum 2^(s - m),
+// o = sum 2^(s - m) v.
+struct Partial {
+  float* maximum;
+  float* sum;
+  float* o;  // [lanes][o_ld]
+};
+
+// Sizes that follow from a call and a number of lanes.
+struct Shape {
+  Shape(const AttendParams& p, int32_t lanes_)
+      : lanes(lanes_),
+        padded_lanes(round_up(lanes_, kWidth)),
+        o_ld(round_up(p.v_dim, kPanel)),
+        rope_dim(p.main.rope.dim) {}
+
+  int64_t partial_floats() const { return padded_lanes * (2 + o_ld); }
+
+  Partial partial(float* at) const { return {at, at + padded_lanes, at + 2 * padded_lanes}; }
+
+  int32_t lanes;
+  int64_t padded_lanes;
+  int64_t o_ld;
+  int32_t rope_dim;
+};
+
+// Merges `from` into `into`. An empty partial result (maximum kNoScore, zeros) changes nothing.
+inline void merge_into(const Shape& shape, const Partial& into, const Partial& from) {
+  for (int64_t at = 0; at < shape.padded_lanes; at += kWidth) {
+    const Floats m0 = load(into.maximum + at), m1 = load(from.maximum + at);
+    const Floats m = max(m0, m1);
+    const Floats f0 = exp2(m0 - m), f1 = exp2(m1 - m);
+    store(into.maximum + at, m);
+    store(into.sum + at, fma(load(from.sum + at), f1, load(into.sum + at) * f0));
+    for (int i = 0; i < kWidth && at + i < shape.lanes; ++i) {
+      const Floats a = broadcast(f0[i]), b = broadcast(f1[i]);
+      float* to = into.o + (at + i) * shape.o_ld;
+      const float* with = from.o + (at + i) * shape.o_ld;
+      for (int64_t d = 0; d < shape.o_ld; d += kWidth)
+        store(to + d, fma(load(with + d), b, load(to + d) * a));
+    }
+  }
+}
+
+inline void clear(const Shape& shape, const Partial& partial) {
+  for (int64_t i = 0; i < shape.padded_lanes; ++i) {
+    partial.maximum[i] = kNoScore;
+    partial.sum[i] = 0;
+  }
+  memset(partial.o, 0, static_cast<size_t>(shape.padded_lanes * shape.o_ld) * 4);
+}
+
+// Writes `count` elements of `x` times `factor` in the format of the output. Adding zero makes
+// negative zeros positive: whether a sum of nothing but zeros was scaled or copied before does not
+// show.
+inline void write_out(const float* x, float factor, int32_t count, Format format, char* out) {
+  int32_t d = 0;
+  if (format == Format::kFp32) {
+    for (; d < count; ++d) reinterpret_cast<float*>(out)[d] = x[d] * factor + 0.0f;
+  } else if (format == Format::kBf16) {
+    for (; d < count; ++d)
+      reinterpret_cast<uint16_t*>(out)[d] = float_to_bf16(x[d] * factor + 0.0f);
+  } else {
+    for (; d < count; ++d)
+      reinterpret_cast<uint16_t*>(out)[d] = float_to_half(x[d] * factor + 0.0f);
+  }
+}
+
+inline void finish(const AttendParams& p, const Block& block, const Shape& shape,
+                   const Partial& partial) {
+  constexpr double kLn2 = 0.693147180559945309;
+  for (int32_t lane = 0; lane < shape.lanes; ++lane) {
+    const int64_t row = block.row + lane / block.heads, head = block.head + lane % block.heads;
+    const int64_t at = row * p.heads + head;
+    const double sum = partial.sum[lane], maximum = partial.maximum[lane] * kLn2;
+    const bool empty = sum == 0;
+    if (p.lse) p.lse[at] = empty ? -kInfinity : static_cast<float>(maximum + log(sum));
+    const double sink = p.sinks ? exp(p.sinks[head] - maximum) : 0;
+    const float factor = empty ? 0.0f : static_cast<float>(1 / (sum + sink));
+    write_out(partial.o + lane * shape.o_ld, factor, p.v_dim, p.q_format,
+              p.out + at * p.v_dim * element_bytes(p.q_format));
+  }
+}
+
+template <Format kFrom>
+inline void convert_row(const char* row, int32_t dim, float* to) {
+  constexpr int32_t kSize = element_bytes(kFrom);
+  int32_t i = 0;
+  for (; i + kWidth <= dim; i += kWidth) store(to + i, load_as_floats<kFrom>(row + i * kSize));
+  if (i == dim) return;
+  char rest[4 * kWidth] = {};
+  memcpy(rest, row + i * kSize, static_cast<size_t>((dim - i) * kSize));
+  const Floats x = load_as_floats<kFrom>(rest);
+  for (int j = 0; i + j < dim; ++j) to[i + j] = x[j];
+}
+
+inline void convert_row(Format from, const char* row, int32_t dim, float* to) {
+  switch (from) {
+    case Format::kFp32:
+      return convert_row<Format::kFp32>(row, dim, to);
+    case Format::kBf16:
+      return convert_row<Format::kBf16>(row, dim, to);
+    case Format::kFp16:
+      return convert_row<Format::kFp16>(row, dim, to);
+    default:
+      return convert_row<Format::kInt8>(row, dim, to);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// To bf16, from the one format of another type that has only values of bf16: int8.
+inline void convert_row(Format, const char* row, int32_t dim, uint16_t* to) {
+  int32_t i = 0;
+  for (; i + kPanel <= dim; i += kPanel) {
+    store(to + i, join_bf16(load_as_floats<Format::kInt8>(row + i),
+                            load_as_floats<Format::kInt8>(row + i + kWidth)));
+  }
+  for (; i < dim; ++i)
+    to[i] = float_to_bf16(static_cast<float>(reinterpret_cast<const int8_t*>(row)[i]));
+}
+#endif
+
+inline bool all_finite(const float* x, int32_t count) {
+  uint32_t largest_exponent = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    const uint32_t exponent = bits_of(x[i]) & 0x7f800000u;
+    largest_exponent = exponent > largest_exponent ? exponent : largest_exponent;
+  }
+  return largest_exponent != 0x7f800000u;
+}
+
+inline bool all_finite(const uint16_t* x, int32_t count) {  // bf16
+  uint16_t largest_exponent = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    const uint16_t exponent = x[i] & 0x7f80u;
+    largest_exponent = exponent > largest_exponent ? exponent : largest_exponent;
+  }
+  return largest_exponent != 0x7f80u;
+}
+
+// A key's elements, in the one or two rows that hold them.
+struct KeyParts {
+  int32_t dim[2];
+};
+
+// Fetches the rows of the next tile into the second-level cache, a few lines at a time between the
+// products of this one: more at once would fill the buffers that the products' own reads need.
+class Prefetcher {
+ public:
+  // To be spread over `calls` calls of `step`.
+  void open(const Tile* tile, int64_t calls) {
+    tile_ = tile;
+    row_ = tile ? tile->first : 0;
+    at_ = 0;
+    part_ = 0;
+    if (!tile) return;
+    const PlaneParams& plane = *tile->plane;
+    rows_[0] = tile->k;
+    rows_[1] = tile->v;
+    rows_[2] = tile->rope;
+    bytes_[0] = row_bytes(plane.k);
+    bytes_[1] = row_bytes(plane.v);
+    bytes_[2] = row_bytes(plane.rope);
+    int64_t lines = 0;
+    for (int64_t bytes : bytes_) lines += (bytes + 63) / 64;
+    lines_ = ((tile->last - tile->first) * lines + calls - 1) / calls;
+  }
+
+  SPARSE_ATTN_INLINE void step() {
+    if (!tile_) return;
+    for (int64_t i = 0; i < lines_; ++i) {
+      while (at_ >= bytes_[part_]) {
+        at_ = 0;
+        if (++part_ < 3) continue;
+        part_ = 0;
+        if (++row_ == tile_->last) {
+          tile_ = nullptr;
+          return;
+        }
+      }
+      prefetch(rows_[part_][row_] + at_);
+      at_ += 64;
+    }
+  }
+
+ private:
+  static int64_t row_bytes(const PagedRows& rows) { return rows.dim * element_bytes(rows.format); }
+
+  const Tile* tile_ = nullptr;
+  const char* const* rows_[3];
+  int64_t bytes_[3];
+  int64_t lines_ = 0;
+  int32_t row_ = 0;
+  int part_ = 0;
+  int64_t at_ = 0;
+};
+
+// Attends chunks of one block of lanes.
+template <class Mode>
+class Attention {
+ public:
+  static int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
+    Block block;
+    block.rows = lanes;
+    block.heads = 1;
+    Carver carver(nullptr);
+    const Attention counted(p, block, &carver);
+    return carver.taken();
+  }
+
+  Attention(const AttendParams& p, const Block& block, Carver* carver)
+      : p_(p), block_(block), shape_(p, lanes_of(block)), few_(shape_.lanes <= kFewLanes) {
+    const int64_t row = p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim;
+    zeros_ = carver->take<char>(4 * row + kBytes);
+    for (Tile*& tile : tiles_) tile = carver->take<Tile>(1);
+    factors_ = carver->take<float>(kTile);
+    alpha_ = carver->take<float>(shape_.padded_lanes);
+    low_ = carver->take<int32_t>(shape_.padded_lanes);
+    high_ = carver->take<int32_t>(shape_.padded_lanes);
+    scores_ = carver->take<float>(kTile * shape_.padded_lanes);
+    q_row_ = carver->take<float>(p.qk_dim);
+    main_parts_ = {{p.qk_dim - shape_.rope_dim, shape_.rope_dim}};
+    window_parts_ = {{p.qk_dim, 0}};
+    q_main_ = q_window_ = carver->take<float>(packed_floats(main_parts_));
+    if (p.window.given && shape_.rope_dim > 0)
+      q_window_ = carver->take<float>(packed_floats(window_parts_));
+    const int64_t ld = round_up(row, kPanel);
+    k_buffer_ = carver->take<Element>(converts(p.main.k) || converts(p.window.k) ? kTile * ld : 0);
+    rope_buffer_ = carver->take<Element>(converts(p.main.rope) ? kTile * ld : 0);
+    v_buffer_ = carver->take<Element>(converts(p.main.v) ? kTile * ld : 0);
+    v_rest_ = carver->take<Element>(kTile * kPanel);
+    buffer_ld_ = ld;
+    for (float*& partial : partials_) partial = carver->take<float>(shape_.partial_floats());
+  }
+
+  // See Kernels::attend.
+  bool run(int64_t begin, int64_t end, float* partials) {
+    memset(zeros_, 0, static_cast<size_t>(4 * (p_.qk_dim > p_.v_dim ? p_.qk_dim : p_.v_dim)));
+    if (p_.main.given) pack(main_parts_, q_main_);
+    if (p_.window.given && (!p_.main.given || q_window_ != q_main_)) pack(window_parts_, q_window_);
+    for (int64_t chunk = begin; partials && chunk < end; ++chunk) {
+      clear(shape_, shape_.partial(partials + (chunk - begin) * shape_.partial_floats()));
+    }
+    const Partial total = shape_.partial(partials_[0]), part = shape_.partial(partials_[1]);
+    if (!partials) clear(shape_, total);
+
+    for (Tile* tile : tiles_) tile->init(zeros_);
+    TileStream stream(p_, block_, begin, end, zeros_);
+    Tile *tile = tiles_[0], *next = tiles_[1];
+    int64_t chunk = -1, chunks = 0;
+    for (bool more = stream.next(tile); more;) {
+      more = stream.next(next);
+      if (tile->chunk != chunk) {
+        if (chunks > 1 && !partials) merge_into(shape_, total, part);
+        if (++chunks > 1 && !partials) clear(shape_, part);
+        chunk = tile->chunk;
+      }
+      const Partial into =
+          partials      ? shape_.partial(partials + (chunk - begin) * shape_.partial_floats())
+          : chunks == 1 ? total
+                        : part;
+      prefetcher_.open(more ? next : nullptr, products(*tile));
+      attend_tile(*tile, into);
+      Tile* done = tile;
+      tile = next;
+      next = done;
+    }
+    if (stream.failed()) return false;
+    if (partials) return true;
+    if (chunks > 1) merge_into(shape_, total, part);
+    finish(p_, block_, shape_, total);
+    return true;
+  }
+
+ private:
+  typedef typename Mode::Element Element;
+
+  static constexpr int64_t kElement = sizeof(Element);
+
+  static bool converts(const PagedRows& rows) {
+    return rows.dim > 0 && rows.format != Mode::kFormat;
+  }
+
+  // Steps of four bytes that elements of a key or query take.
+  static int64_t steps(int32_t dim) { return (dim + Mode::kGroup - 1) / Mode::kGroup; }
+
+  int64_t packed_floats(const KeyParts& parts) const {
+    return (few_ ? kFewLanes : shape_.padded_lanes) * (steps(parts.dim[0]) + steps(parts.dim[1]));
+  }
+
+  int64_t panel_lanes(int64_t lane) const {
+    return shape_.padded_lanes - lane >= kPanel ? static_cast<int64_t>(kPanel)
+                                                : static_cast<int64_t>(kWidth);
+  }
+
+  // Packs the block's queries for `qk` (panels of [step][lane]) or `qk_few` ([lane][step]).
+  void pack(const KeyParts& parts, float* q) {
+    memset(q, 0, static_cast<size_t>(packed_floats(parts)) * 4);
+    const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
+    for (int32_t lane = 0; lane < shape_.lanes; ++lane) {
+      const int64_t row = block_.row + lane / block_.heads,
+                    head = block_.head + lane % block_.heads;
+      const char* from = p_.q + row * p_.q_strides[0] + head * p_.q_strides[1];
+      const Element* elements = query_row(from);
+      const int64_t first_lane = lane / kPanel * kPanel;
+      const int64_t width = panel_lanes(first_lane);
+      float* to = few_ ? q + lane * all_steps : q + first_lane * all_steps + (lane - first_lane);
+      for (int32_t dim : parts.dim) {
+        for (int32_t i = 0; i < dim; i += Mode::kGroup) {
+          const int32_t group = dim - i < Mode::kGroup ? dim - i : Mode::kGroup;
+          memcpy(to + i / Mode::kGroup * (few_ ? 1 : width), elements + i,
+                 static_cast<size_t>(group * kElement));
+        }
+        elements += dim;
+        to += steps(dim) * (few_ ? 1 : width);
+      }
+    }
+  }
+
+  const Element* query_row(const char* from) {
+    if (p_.q_format == Mode::kFormat) return reinterpret_cast<const Element*>(from);
+    if constexpr (Mode::kGroup == 1) convert_row(p_.q_format, from, p_.qk_dim, q_row_);
+    return reinterpret_cast<const Element*>(q_row_);
+  }
+
+  // Rows of a tile in the mode's type: in place where they have it, else in `buffer`.
+  const char* const* native(const Tile& tile, const PagedRows& rows, const char* const* in_place,
+                            Element* buffer, const char** converted) {
+    if (rows.format == Mode::kFormat) return in_place;
+    for (int n = 0; n < kTile + kPad; ++n) converted[n] = zeros_;
+    for (int n = tile.first; n < tile.last; ++n) {
+      if (!(tile.seen >> n & 1)) continue;
+      Element* to = buffer + n * buffer_ld_;
+      convert_row(rows.format, in_place[n], rows.dim, to);
+      converted[n] = reinterpret_cast<const char*>(to);
+    }
+    return converted;
+  }
+
+  // Calls of the inner loops for a tile.
+  int64_t products(const Tile& tile) const {
+    const int64_t rows = tile.last - tile.first;
+    const int64_t keys =
+        few_ ? rows / kWidth + 1 : (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1);
+    return keys + shape_.o_ld / kPanel * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
+  }
+
+  void attend_tile(const Tile& tile, const Partial& into) {
+    const PlaneParams& plane = *tile.plane;
+    const bool in_window = &plane == &p_.window;
+    const KeyParts& parts = in_window ? window_parts_ : main_parts_;
+    const float* q = in_window ? q_window_ : q_main_;
+    const char* converted_k[kTile + kPad];
+    const char* converted_rope[kTile + kPad];
+    const char* converted_v[kTile + kPad];
+    const char* const* k = native(tile, plane.k, tile.k, k_buffer_, converted_k);
+    const char* const* v =
+        plane.v.dim > 0 ? native(tile, plane.v, tile.v, v_buffer_, converted_v) : k;
+
+    multiply_keys(tile, k, parts, 0, q);
+    const float scale = static_cast<float>(p_.scale * 1.44269504088896341);
+    const bool apart =
+        plane.rope.dim > 0 && plane.k_scale.dim > 0;  // the scale is not the rope part's
+    if (apart) scale_scores(tile);
+    if (plane.rope.dim > 0) {
+      multiply_keys(tile, native(tile, plane.rope, tile.rope, rope_buffer_, converted_rope), parts,
+                    1, q);
+    }
+    for (int n = 0; n < kTile; ++n) factors_[n] = apart ? scale : scale * tile.k_scale[n];
+    softmax(tile, into);
+    multiply_values(tile, v, into);
+  }
+
+  // Scores of a part of the keys, added to those of the part before.
+  void multiply_keys(const Tile& tile, const char* const* rows, const KeyParts& parts, int part,
+                     const float* q) {
+    const int32_t dim = parts.dim[part];
+    const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
+    if (few_) {
+      if (part == 1) q += steps(parts.dim[0]);
+      for (int n = tile.first / kWidth * kWidth; n < tile.last; n += kWidth) {
+        prefetcher_.step();
+        multiply_few(rows + n, dim, q, all_steps, part == 1, scores_ + n);
+      }
+      return;
+    }
+    // From a multiple of kQkRows on, so that no group of scores ends after the tile.
+    for (int n = tile.first / kQkRows * kQkRows; n < tile.last; n += kQkRows) {
+      for (int64_t lane = 0; lane < shape_.padded_lanes;) {
+        prefetcher_.step();
+        const int64_t width = panel_lanes(lane);
+        const float* panel = q + lane * all_steps + (part == 1 ? steps(parts.dim[0]) * width : 0);
+        float* s = scores_ + n * shape_.padded_lanes + lane;
+        if (width == kPanel) {
+          qk<Mode, kQkRows, 2>(rows + n, dim, panel, part == 1, s, shape_.padded_lanes);
+        } else {
+          qk<Mode, kQkRows, 1>(rows + n, dim, panel, part == 1, s, shape_.padded_lanes);
+        }
+        lane += width;
+      }
+    }
+  }
+
+  void multiply_few(const char* const* rows, int32_t dim, const float* q, int64_t q_ld, bool adds,
+                    float* s) {
+    switch (shape_.lanes) {
+      case 1:
+        return qk_few<Mode, 1>(rows, dim, q, q_ld, adds, s, kTile);
+      case 2:
+        return qk_few<Mode, 2>(rows, dim, q, q_ld, adds, s, kTile);
+      case 3:
+        return qk_few<Mode, 3>(rows, dim, q, q_ld, adds, s, kTile);
+      case 4:
+        return qk_few<Mode, 4>(rows, dim, q, q_ld, adds, s, kTile);
+      default:
+        return qk_few<Mode, kFewLanes>(rows, dim, q, q_ld, adds, s, kTile);
+    }
+  }
+
+  void scale_scores(const Tile& tile) {
+    for (int n = tile.first; n < tile.last; ++n) {
+      for (int64_t lane = 0; lane < shape_.lanes; ++lane) {
+        scores_[few_ ? lane * kTile + n : n * shape_.padded_lanes + lane] *= tile.k_scale[n];
+      }
+    }
+  }
+
+  void softmax(const Tile& tile, const Partial& into) {
+    if (few_ || tile.mixed()) bound_lanes(tile);
+    if (few_) {
+      for (int32_t lane = 0; lane < shape_.lanes; ++lane) {
+        const LaneState state = {into.maximum + lane, into.sum + lane, alpha_ + lane};
+        softmax_lane<Mode>(tile, factors_, scores_ + lane * kTile, low_[lane], high_[lane], state);
+      }
+      return;
+    }
+    for (int64_t lane = 0; lane < shape_.padded_lanes; lane += kWidth) {
+      const LaneState state = {into.maximum + lane, into.sum + lane, alpha_ + lane};
+      float* s = scores_ + lane;
+      if (tile.mixed()) {
+        softmax_lanes<Mode, true>(tile, factors_, s, shape_.padded_lanes, (Ints)load(low_ + lane),
+                                  (Ints)load(high_ + lane), state);
+      } else {
+        softmax_lanes<Mode, false>(tile, factors_, s, shape_.padded_lanes, Ints{}, Ints{}, state);
+      }
+    }
+  }
+
+  // Rows of the tile that each lane sees.
+  void bound_lanes(const Tile& tile) {
+    for (int64_t lane = 0; lane < shape_.padded_lanes; ++lane) low_[lane] = high_[lane] = 0;
+    for (int32_t r = 0; r < block_.rows; ++r) {
+      const uint64_t bits = seen_by_row(tile, r);
+      if (!bits) continue;
+      for (int32_t lane = r * block_.heads; lane < (r + 1) * block_.heads; ++lane) {
+        low_[lane] = __builtin_ctzll(bits);
+        high_[lane] = 64 - __builtin_clzll(bits);
+      }
+    }
+  }
+
+  uint64_t seen_by_row(const Tile& tile, int32_t r) const {
+    if (tile.plane->listed) return tile.seen;
+    const EntryRange range = visible_range(*tile.plane, p_.causal, block_.row + r,
+                                           block_.position + r, p_.seq_lens[block_.sequence]);
+    return row_bits(range.low - tile.base, range.high - tile.base);
+  }
+
+  void multiply_values(const Tile& tile, const char* const* rows, const Partial& into) {
+    if (!tile.mixed() || unseen_are_finite(tile, rows)) {
+      return multiply_values(tile, rows, into, 0, shape_.lanes);
+    }
+    // Zero times a non-finite value is not zero: each query row gets zeros for the rows that it
+    // does not see.
+    const char* seen[kTile + kPad];
+    for (int32_t r = 0; r < block_.rows; ++r) {
+      const uint64_t bits = seen_by_row(tile, r);
+      for (int n = 0; n < kTile + kPad; ++n)
+        seen[n] = n < kTile && (bits >> n & 1) ? rows[n] : zeros_;
+      multiply_values(tile, seen, into, r * block_.heads, (r + 1) * block_.heads);
+    }
+  }
+
+  // Whether values that some lane does not see are finite.
+  bool unseen_are_finite(const Tile& tile, const char* const* rows) const {
+    const uint64_t unsure = tile.seen & ~tile.seen_by_all;
+    for (int n = tile.first; n < tile.last; ++n) {
+      if ((unsure >> n & 1) && !all_finite(reinterpret_cast<const Element*>(rows[n]), p_.v_dim))
+        return false;
+    }
+    return true;
+  }
+
+  void multiply_values(const Tile& tile, const char* const* rows, const Partial& into, int32_t lane,
+                       int32_t end) {
+    const int32_t whole = p_.v_dim / kPanel * kPanel;
+    for (int32_t d = 0; d < whole; d += kPanel)
+      multiply_panel(tile, rows, d * kElement, into.o + d, lane, end);
+    if (whole == p_.v_dim) return;
+    const char* rest[kTile + kPad];  // the last elements, filled up with zeros
+    for (int n = 0; n < kTile + kPad; ++n) rest[n] = zeros_;
+    for (int n = tile.first; n < tile.last; ++n) {
+      Element* to = v_rest_ + n * kPanel;
+      memset(to, 0, kPanel * kElement);
+      memcpy(to, rows[n] + whole * kElement, static_cast<size_t>((p_.v_dim - whole) * kElement));
+      rest[n] = reinterpret_cast<const char*>(to);
+    }
+    multiply_panel(tile, rest, 0, into.o + whole, lane, end);
+  }
+
+  void multiply_panel(const Tile& tile, const char* const* rows, int64_t offset, float* o,
+                      int32_t lane, int32_t end) {
+    for (; lane + kPvLanes <= end; lane += kPvLanes)
+      multiply_lanes<kPvLanes>(tile, rows, offset, o, lane);
+    if (kPvLanes > 4 && lane + 4 <= end) {
+      multiply_lanes<4>(tile, rows, offset, o, lane);
+      lane += 4;
+    }
+    switch (end - lane) {
+      case 1:
+        return multiply_lanes<1>(tile, rows, offset, o, lane);
+      case 2:
+        return multiply_lanes<2>(tile, rows, offset, o, lane);
+      case 3:
+        return multiply_lanes<3>(tile, rows, offset, o, lane);
+    }
+  }
+
+  template <int kLanes>
+  void multiply_lanes(const Tile& tile, const char* const* rows, int64_t offset, float* o,
+                      int32_t lane) {
+    const int begin = tile.first / Mode::kGroup,
+              end = (tile.last + Mode::kGroup - 1) / Mode::kGroup;
+    float* to = o + lane * shape_.o_ld;
+    prefetcher_.step();
+    if (few_) {
+      pv<Mode, kLanes, true>(scores_ + lane * kTile, kTile, rows, offset, begin, end, alpha_ + lane,
+                             to, shape_.o_ld);
+    } else {
+      pv<Mode, kLanes, false>(scores_ + lane, shape_.padded_lanes, rows, offset, begin, end,
+                              alpha_ + lane, to, shape_.o_ld);
+    }
+  }
+
+  const AttendParams& p_;
+  const Block& block_;
+  const Shape shape_;
+  const bool few_;
+  char* zeros_;
+  Tile* tiles_[2];
+  float* factors_;
+  float* alpha_;
+  int32_t *low_, *high_;
+  float* scores_;
+  float* q_row_;
+  KeyParts main_parts_, window_parts_;
+  float *q_main_, *q_window_;
+  Element *k_buffer_, *rope_buffer_, *v_buffer_, *v_rest_;
+  int64_t buffer_ld_;
+  float* partials_[2];
+  Prefetcher prefetcher_;
+};
+
+// The mode that a call computes in. bf16 products where queries are bf16 and every row is bf16 or
+// int8.
+#if defined(__AVX512BF16__)
+inline bool exact_in_bf16(const PagedRows& rows) {
+  return rows.dim == 0 || rows.format == Format::kBf16 || rows.format == Format::kInt8;
+}
+
+inline bool computes_in_bf16(const AttendParams& p) {
+  return p.q_format == Format::kBf16 && exact_in_bf16(p.main.k) && exact_in_bf16(p.main.rope) &&
+         exact_in_bf16(p.main.v) && exact_in_bf16(p.window.k);
+}
+#endif
+
+int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
+#if defined(__AVX512BF16__)
+  if (computes_in_bf16(p)) return Attention<Bf16>::scratch_bytes(p, lanes);
+#endif
+  return Attention<F32>::scratch_bytes(p, lanes);
+}
+
+int64_t partial_floats(const AttendParams& p, int32_t lanes) {
+  return Shape(p, lanes).partial_floats();
+}
+
+bool attend(const AttendParams& p, const Block& block, int64_t begin, int64_t end, char* scratch,
+            float* partials) {
+  Carver carver(scratch);
+#if defined(__AVX512BF16__)
+  if (computes_in_bf16(p)) return Attention<Bf16>(p, block, &carver).run(begin, end, partials);
+#endif
+  return Attention<F32>(p, block, &carver).run(begin, end, partials);
+}
+
+void merge(const AttendParams& p, const Block& block, int64_t count, float* partials) {
+  const Shape shape(p, lanes_of(block));
+  const Partial total = shape.partial(partials);
+  for (int64_t i = 1; i < count; ++i)
+    merge_into(shape, total, shape.partial(partials + i * shape.partial_floats()));
+  finish(p, block, shape, total);
+}
+
+}  // namespace
+}  // namespace SPARSE_ATTN_ISA
+
+extern const Kernels SPARSE_ATTN_KERNELS = {SPARSE_ATTN_ISA::scratch_bytes,
+                                            SPARSE_ATTN_ISA::partial_floats,
+                                            SPARSE_ATTN_ISA::attend, SPARSE_ATTN_ISA::merge};
+
+}  // namespace sparse_attn

@@ -1,0 +1,166 @@
+// The inner loops: products of rows of keys with queries (qk), and of probabilities with rows of
+// values (pv).
+//
+// Rows hold elements of the mode's type, kGroup of them in the four bytes of a lane. Both loops
+// take four bytes of one operand at a time, broadcast, against vectors of the other:
+//   qk       a key against a panel of queries, one lane per vector element
+//   qk_few   a query against keys, one key per vector element (few lanes)
+//   pv       a probability against elements of a value, in the vector
+// Each score and each output element is summed in one order, whichever the shape of the loop around
+// it is.
+#pragma once
+
+#include "simd.h"
+
+namespace sparse_attn {
+namespace SPARSE_ATTN_ISA {
+namespace {
+
+struct F32 {
+  typedef float Element;
+  static constexpr Format kFormat = Format::kFp32;
+  static constexpr int kGroup = 1;
+
+  static SPARSE_ATTN_INLINE Floats dot(Floats a, Floats b, Floats c) { return fma(a, b, c); }
+
+  // The panel of two vectors of values in group n of the rows.
+  static SPARSE_ATTN_INLINE void values(const char* const* rows, int n, int64_t offset, Floats* v) {
+    v[0] = load(rows[n] + offset);
+    v[1] = load(rows[n] + offset + kBytes);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Bf16 {
+  typedef uint16_t Element;
+  static constexpr Format kFormat = Format::kBf16;
+  static constexpr int kGroup = 2;
+
+  static SPARSE_ATTN_INLINE Floats dot(Floats a, Floats b, Floats c) { return dot_bf16(a, b, c); }
+
+  static SPARSE_ATTN_INLINE void values(const char* const* rows, int n, int64_t offset, Floats* v) {
+    const Floats even = load(rows[2 * n] + offset), odd = load(rows[2 * n + 1] + offset);
+    v[0] = interleave_first(even, odd);
+    v[1] = interleave_second(even, odd);
+  }
+};
+#endif
+
+constexpr int kPanel = 2 * kWidth;  // lanes of a panel of queries, elements of a panel of values
+
+// Scores of kRows keys: s[r * ld + lane] = (adds ? s[r * ld + lane] : 0) + key r . query of the
+// lane. `q` holds the panel, [ceil(dim / kGroup)][kVectors * kWidth].
+template <class Mode, int kRows, int kVectors>
+inline void qk(const char* const* rows, int32_t dim, const float* q, bool adds, float* s,
+               int64_t ld) {
+  Floats sum[kRows][kVectors];
+  const char* row[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = rows[r];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) sum[r][j] = adds ? load(s + r * ld + j * kWidth) : Floats{};
+  }
+  const int32_t groups = dim / Mode::kGroup;
+  for (int32_t k = 0; k < groups; ++k) {
+    Floats b[kVectors];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) b[j] = load(q + (k * kVectors + j) * kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Floats a = broadcast_bytes(row[r] + 4 * k);
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; ++j) sum[r][j] = Mode::dot(a, b[j], sum[r][j]);
+    }
+  }
+  if (dim % Mode::kGroup != 0) {  // the last element has no neighbour to read
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      uint32_t last = 0;
+      memcpy(&last, row[r] + 4 * groups, sizeof(typename Mode::Element));
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; ++j) {
+        sum[r][j] = Mode::dot(broadcast_bytes(&last), load(q + (groups * kVectors + j) * kWidth),
+                              sum[r][j]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) store(s + r * ld + j * kWidth, sum[r][j]);
+  }
+}
+
+// Scores of kWidth keys against kLanes queries: s[lane * ld + key], added to what is there if
+// `adds`. Queries are rows of steps, `q_ld` floats apart. The keys are in the vector: sums run as
+// in `qk`, and give the same bits.
+template <class Mode, int kLanes>
+inline void qk_few(const char* const* rows, int32_t dim, const float* q, int64_t q_ld, bool adds,
+                   float* s, int64_t ld) {
+  Floats sum[kLanes];
+#pragma GCC unroll 8
+  for (int lane = 0; lane < kLanes; ++lane) sum[lane] = adds ? load(s + lane * ld) : Floats{};
+  const auto add = [&](const char* const* from, int64_t offset, int32_t step, int steps) {
+    Floats keys[4];  // [fours of rows in a vector][row]: rows j, 4 + j, ... for keys[j]
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const char* row[kWidth / 4];
+      for (int i = 0; i < kWidth / 4; ++i) row[i] = from[4 * i + j];
+      keys[j] = load_fours(row, offset);
+    }
+    transpose_fours(keys);
+#pragma GCC unroll 4
+    for (int j = 0; j < steps; ++j) {
+#pragma GCC unroll 8
+      for (int lane = 0; lane < kLanes; ++lane) {
+        sum[lane] = Mode::dot(keys[j], broadcast_bytes(q + lane * q_ld + step + j), sum[lane]);
+      }
+    }
+  };
+  const int32_t whole = dim / (4 * Mode::kGroup) * 4;  // steps that come in fours
+  for (int32_t step = 0; step < whole; step += 4) add(rows, 4 * step, step, 4);
+  const int32_t left = dim - whole * Mode::kGroup;
+  if (left > 0) {  // elements; the rest of the last steps is zero
+    char last[kWidth][16] = {};
+    const char* last_rows[kWidth];
+    for (int r = 0; r < kWidth; ++r) {
+      memcpy(last[r], rows[r] + 4 * whole,
+             static_cast<size_t>(left) * sizeof(typename Mode::Element));
+      last_rows[r] = last[r];
+    }
+    add(last_rows, 0, whole, (left + Mode::kGroup - 1) / Mode::kGroup);
+  }
+#pragma GCC unroll 8
+  for (int lane = 0; lane < kLanes; ++lane) store(s + lane * ld, sum[lane]);
+}
+
+// Panel of outputs of kLanes lanes: o[lane * o_ld + i] = alpha[lane] * o[..] + sum over groups
+// [begin, end) of rows. Probabilities of lane l and group n are at p[n * p_ld + l], or at p[l *
+// p_ld + n] if kByLane.
+template <class Mode, int kLanes, bool kByLane>
+inline void pv(const float* p, int64_t p_ld, const char* const* rows, int64_t offset, int begin,
+               int end, const float* alpha, float* o, int64_t o_ld) {
+  Floats sum[kLanes][2] = {};
+  for (int n = begin; n < end; ++n) {
+    Floats v[2];
+    Mode::values(rows, n, offset, v);
+#pragma GCC unroll 8
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Floats a = broadcast_bytes(kByLane ? p + lane * p_ld + n : p + n * p_ld + lane);
+      sum[lane][0] = Mode::dot(a, v[0], sum[lane][0]);
+      sum[lane][1] = Mode::dot(a, v[1], sum[lane][1]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const Floats a = broadcast(alpha[lane]);
+    float* to = o + lane * o_ld;
+    store(to, fma(a, load(to), sum[lane][0]));
+    store(to + kWidth, fma(a, load(to + kWidth), sum[lane][1]));
+  }
+}
+
+}  // namespace
+}  // namespace SPARSE_ATTN_ISA
+}  // namespace sparse_attn

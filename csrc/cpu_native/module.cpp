@@ -1,0 +1,75 @@
+// The Python module sparse_attn._cpu_native. It only registers: arguments.cpp reads, attend.cpp and
+// store.cpp work.
+#include <pybind11/pybind11.h>
+
+#include "arguments.h"
+#include "parallel.h"
+
+namespace py = pybind11;
+using namespace sparse_attn;
+
+PYBIND11_MODULE(_cpu_native, m) {
+  m.doc() = "Kernels of the backend cpu_native.";
+
+  py::enum_<AttendError>(m, "AttendError")
+      .value("none", AttendError::kNone)
+      .value("first_start", AttendError::kFirstStart)
+      .value("last_start", AttendError::kLastStart)
+      .value("descending", AttendError::kDescending)
+      .value("too_many_rows", AttendError::kTooManyRows)
+      .value("too_long", AttendError::kTooLong)
+      .value("entry_unpaged", AttendError::kEntryUnpaged)
+      .value("page_outside", AttendError::kPageOutside);
+
+  m.def(
+      "attend",
+      [](py::handle call, py::handle out, py::handle lse, int q_format, int rope_format,
+         int threads, int isa) -> py::object {
+        AttendParams p = attend_params(call, out, lse, static_cast<Format>(q_format),
+                                       static_cast<Format>(rope_format));
+        p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
+        AttendStatus status;
+        {
+          py::gil_scoped_release release;
+          status = attend(p);
+        }
+        if (status.error == AttendError::kNone) return py::none();
+        return py::make_tuple(status.error, status.in_window, status.values[0], status.values[1]);
+      },
+      "Runs attend. Returns None, or (error, in the window plane, first value, second value).");
+
+  m.def(
+      "store",
+      [](py::handle call, int row_format, int threads) {
+        StoreParams p = store_params(call, static_cast<Format>(row_format));
+        p.threads = threads;
+        py::gil_scoped_release release;
+        return store(p);
+      },
+      "Runs store. Returns -1, or the largest slot if it lies past the plane.");
+
+  m.def(
+      "instruction_sets",
+      [] {
+        py::list names;
+        for (int i = 0; i <= static_cast<int>(best_isa()); ++i) names.append(kIsaNames[i]);
+        return names;
+      },
+      "Names of the instruction sets that this machine runs; an index is the number that attend "
+      "takes.");
+
+  m.def(
+      "formats",
+      [] {
+        py::list rows;
+        for (const FormatInfo& f : kFormats) {
+          rows.append(py::make_tuple(f.name, static_cast<int>(f.format), f.bits, f.scale_bits));
+        }
+        return rows;
+      },
+      "(name, code, bits, scale bits) of every format, as csrc/common/layout.h has them.");
+
+  m.def("thread_runtime", &thread_runtime,
+        "Path of the OpenMP runtime whose threads do the work, or 'std::thread'.");
+}

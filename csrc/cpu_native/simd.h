@@ -1,0 +1,269 @@
+// Vectors of kWidth floats for the instruction set that the including file is compiled for. Plain
+// compiler vectors, so that one source serves x86 and Arm; intrinsics only where compilers do not
+// find the instruction. Everything has internal linkage: no function built for one instruction set
+// may be shared with another.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "../common/layout.h"
+#include "../common/number.h"
+
+namespace sparse_attn {
+namespace SPARSE_ATTN_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+constexpr int kBytes = 4 * kWidth;
+
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef int32_t Ints __attribute__((vector_size(kBytes)));
+typedef float UnalignedFloats __attribute__((vector_size(kBytes), aligned(1), may_alias));
+
+#define SPARSE_ATTN_INLINE inline __attribute__((always_inline))
+
+SPARSE_ATTN_INLINE Floats load(const void* p) { return *static_cast<const UnalignedFloats*>(p); }
+
+SPARSE_ATTN_INLINE void store(void* p, Floats x) { *static_cast<UnalignedFloats*>(p) = x; }
+
+// The first `bytes` bytes at p, then zeros. Reads nothing beyond.
+SPARSE_ATTN_INLINE Floats load_partial(const void* p, int64_t bytes) {
+  Floats x = {};
+  memcpy(&x, p, static_cast<size_t>(bytes));
+  return x;
+}
+
+// Into the second-level cache: the first level has too few buffers for what gathers miss.
+SPARSE_ATTN_INLINE void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
+
+SPARSE_ATTN_INLINE Floats broadcast(float x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_set1_ps(x);
+#else
+  return Floats{x, x, x, x};
+#endif
+}
+
+// The same four bytes in every lane.
+SPARSE_ATTN_INLINE Floats broadcast_bytes(const void* p) {
+  float x;
+  memcpy(&x, p, 4);
+  return broadcast(x);
+}
+
+SPARSE_ATTN_INLINE Ints broadcast_int(int32_t x) { return Ints{} + x; }
+
+// a * b + c
+SPARSE_ATTN_INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
+// The larger; `b` if either is NaN.
+SPARSE_ATTN_INLINE Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+SPARSE_ATTN_INLINE float max(float a, float b) { return a > b ? a : b; }
+
+SPARSE_ATTN_INLINE float largest(Floats x) {
+  float lane[kWidth];
+  store(lane, x);
+  float result = lane[0];
+  for (int i = 1; i < kWidth; ++i) result = max(lane[i], result);
+  return result;
+}
+
+// 2^x for x <= 0, within one unit in the last place. Exactly 1 at 0 and exactly 0 below -126; NaN
+// stays NaN. The polynomial is the minimax fit of the relative error on [-1/2, 1/2] with p(0) = 1.
+SPARSE_ATTN_INLINE Floats exp2(Floats x) {
+  const Floats shift = broadcast(0x1.8p23f);  // the last bits of x + shift hold the nearest integer
+  const Floats shifted = x + shift;
+  const Floats f = x - (shifted - shift);
+  Floats y = broadcast(0x1.41fbbcp-13f);
+  y = fma(y, f, broadcast(0x1.5f3e54p-10f));
+  y = fma(y, f, broadcast(0x1.3b2d4cp-7f));
+  y = fma(y, f, broadcast(0x1.c6aee8p-5f));
+  y = fma(y, f, broadcast(0x1.ebfbdcp-3f));
+  y = fma(y, f, broadcast(0x1.62e430p-1f));
+  y = fma(y, f, broadcast(1.0f));
+  const Ints power = ((Ints)shifted << 23) + broadcast_int(0x3f800000);
+  return x < broadcast(-126.0f) ? broadcast(0.0f) : y * (Floats)power;
+}
+
+SPARSE_ATTN_INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }
+
+typedef float FourFloats __attribute__((vector_size(16), aligned(1), may_alias));
+
+// Lane 4i + j is element j of p[i].
+SPARSE_ATTN_INLINE Floats load_fours(const char* const* p, int64_t offset) {
+  const auto four = [=](int i) { return *reinterpret_cast<const FourFloats*>(p[i] + offset); };
+#if defined(__AVX512F__)
+  __m512 x = _mm512_castps128_ps512(four(0));
+  x = _mm512_mask_broadcast_f32x4(x, 0x00f0, four(1));
+  x = _mm512_mask_broadcast_f32x4(x, 0x0f00, four(2));
+  return (Floats)_mm512_mask_broadcast_f32x4(x, 0xf000, four(3));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256(four(0)), four(1), 1);
+#else
+  return four(0);
+#endif
+}
+
+// Within each four lanes: the first or last two lanes of x and y, by turns; `kUnit` lanes at a
+// time.
+template <int kUnit, bool kLast, int... kLane>
+SPARSE_ATTN_INLINE Floats zip(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(
+      x, y,
+      (kLane / 4 * 4 + (kLast ? 2 : 0) +
+       (kUnit == 1 ? kLane % 4 / 2 + kLane % 2 * kWidth : kLane % 2 + kLane % 4 / 2 * kWidth))...);
+}
+
+template <int kUnit, bool kLast>
+SPARSE_ATTN_INLINE Floats zip(Floats x, Floats y) {
+  return zip<kUnit, kLast>(x, y, std::make_integer_sequence<int, kWidth>());
+}
+
+// x[j] holds, four lanes each, rows j, 4 + j, 8 + j, ... Then lane i of x[j] is element j of row i.
+SPARSE_ATTN_INLINE void transpose_fours(Floats* x) {
+  const Floats a = zip<1, false>(x[0], x[1]), b = zip<1, false>(x[2], x[3]);
+  const Floats c = zip<1, true>(x[0], x[1]), d = zip<1, true>(x[2], x[3]);
+  x[0] = zip<2, false>(a, b);
+  x[1] = zip<2, true>(a, b);
+  x[2] = zip<2, false>(c, d);
+  x[3] = zip<2, true>(c, d);
+}
+
+// Sums of lanes whose numbers agree modulo 4, the lowest lane first.
+SPARSE_ATTN_INLINE FourFloats add_fours(FourFloats sum, Floats x) {
+  FourFloats four[kWidth / 4];
+  memcpy(four, &x, sizeof(x));
+  for (int i = 0; i < kWidth / 4; ++i) sum += four[i];
+  return sum;
+}
+
+// kWidth elements of a format at p, as floats.
+template <Format kFormat>
+SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
+  if constexpr (kFormat == Format::kFp32) {
+    return load(p);
+  } else if constexpr (kFormat == Format::kBf16) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_slli_epi32(
+        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
+    uint16_t x[kWidth];
+    memcpy(x, p, sizeof(x));
+    Floats y;
+    for (int i = 0; i < kWidth; ++i) y[i] = bf16_to_float(x[i]);
+    return y;
+#endif
+  } else if constexpr (kFormat == Format::kFp16) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__aarch64__)
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p))));
+#else
+    uint16_t x[kWidth];
+    memcpy(x, p, sizeof(x));
+    Floats y;
+    for (int i = 0; i < kWidth; ++i) y[i] = half_to_float(x[i]);
+    return y;
+#endif
+  } else {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    Floats y;
+    for (int i = 0; i < kWidth; ++i)
+      y[i] = static_cast<float>(reinterpret_cast<const int8_t*>(p)[i]);
+    return y;
+#endif
+  }
+}
+
+#if defined(__AVX512BF16__)
+// c + a[2i + 1] * b[2i + 1] + a[2i] * b[2i] over pairs of bf16, in that order, each step rounded to
+// float32. Denormal inputs count as zero and denormal results become zero.
+SPARSE_ATTN_INLINE Floats dot_bf16(Floats a, Floats b, Floats c) {
+  return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+
+// `low` and then `high`, rounded to bf16.
+SPARSE_ATTN_INLINE Floats join_bf16(Floats low, Floats high) {
+  return (Floats)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
+
+typedef int16_t Shorts __attribute__((vector_size(kBytes)));
+
+template <int kFirst, int... kPair>
+SPARSE_ATTN_INLINE Floats interleave_bf16(Floats x, Floats y,
+                                          std::integer_sequence<int, kPair...>) {
+  constexpr int kHalf = kWidth;  // elements in half a vector
+  return (Floats)__builtin_shufflevector((Shorts)x, (Shorts)y,
+                                         (kFirst * kHalf + kPair / 2 + (kPair % 2) * 2 * kHalf)...);
+}
+
+// Pairs (x[i], y[i]) of the first half of x and y.
+SPARSE_ATTN_INLINE Floats interleave_first(Floats x, Floats y) {
+  return interleave_bf16<0>(x, y, std::make_integer_sequence<int, 2 * kWidth>());
+}
+
+// Pairs (x[i], y[i]) of the second half.
+SPARSE_ATTN_INLINE Floats interleave_second(Floats x, Floats y) {
+  return interleave_bf16<1>(x, y, std::make_integer_sequence<int, 2 * kWidth>());
+}
+
+// Lane i holds the pair (even[i], odd[i]), rounded to bf16.
+SPARSE_ATTN_INLINE Floats pair_bf16(Floats even, Floats odd) {
+  const Floats joined = join_bf16(even, odd);
+  const Shorts x = (Shorts)joined;
+  return (Floats)__builtin_shufflevector(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
+                                         23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30,
+                                         15, 31);
+}
+#endif
+
+}  // namespace
+}  // namespace SPARSE_ATTN_ISA
+}  // namespace sparse_attn

@@ -1,0 +1,324 @@
+"""Layer plans of models as data: the planes each layer owns and reads, and how it selects. Imports no torch.
+
+Draft (multi-token prediction) layers are left out. Heads are those of the whole model, not of a tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .layout import FORMATS
+
+BF16 = {"main": "bf16", "window": "bf16", "index": "bf16"}
+"""A choice of formats: nothing quantised."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A paged plane of one layer.
+
+    ``kind`` is ``"main"`` (what attention reads), ``"window"`` (raw rows of the last tokens), ``"index"`` (what a
+    selector reads) or ``"state"`` (a compressor's incomplete groups). An entry stands for ``ratio`` tokens and holds,
+    for each of ``heads``, rows of so many elements: ``(512,)``, or ``(128, 128)`` for keys and values apart. A plane
+    with ``entries`` keeps that many of a sequence; without, it grows with the sequence.
+    """
+
+    kind: str
+    rows: tuple[int, ...]
+    format: str
+    heads: int = 1
+    ratio: int = 1
+    entries: int = 0
+
+    def entry_bytes(self, format: str = "") -> int:
+        """Bytes of one entry, all heads and scales included, in ``format`` (default: the plane's own)."""
+        name = format or self.format
+        allowed = [f.name for f in FORMATS.values() if f.use == "kv" or self.kind == "index"]
+        if name not in allowed:
+            raise ValueError(f"format of a {self.kind} plane: expected one of {', '.join(allowed)}, got {name!r}")
+        return self.heads * sum(FORMATS[name].entry_bytes(row) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How the list of indices of a query token is found.
+
+    ``k`` indices, each of ``block`` entries of the main plane, in one list for all heads, or in ``out_heads`` of them:
+    one per KV head or per query head. ``heads`` index queries of ``dim`` elements score. The first ``keep_first`` and
+    the last ``keep_last`` indices are always in the list and count in ``k``. In two levels: ``candidate_k`` blocks of
+    ``candidate_block`` index entries are found once, and later selections are made among their entries.
+    """
+
+    k: int
+    heads: int
+    dim: int
+    out_heads: int = 1
+    block: int = 1
+    keep_first: int = 0
+    keep_last: int = 0
+    candidate_k: int = 0
+    candidate_block: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer, as ``attend`` sees it: MLA in the absorbed form, ``qk_dim`` 576 and ``v_dim`` 512.
+
+    Owners are numbers of layers, this one or an earlier one; None where there is nothing to own.
+
+    * ``kv_owner``: whose main plane it attends to. None: a window and no more.
+    * ``index_owner``: whose index plane it scores. None: it scores nothing.
+    * ``selection_owner``: whose list of indices it attends by. None: it attends to every visible entry.
+    * ``candidate_owner``: whose candidate blocks restrict its selection. The owner itself is not restricted by them.
+    """
+
+    number: int
+    q_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    planes: tuple[Plane, ...]
+    window: int = 0
+    sinks: bool = False
+    selection: Selection | None = None
+    kv_owner: int | None = None
+    index_owner: int | None = None
+    selection_owner: int | None = None
+    candidate_owner: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """``"window"``, ``"dense"``, ``"full"`` (selects by its own index plane), ``"reindex"`` (selects anew by
+        another layer's) or ``"reuse"`` (attends by another layer's list). All but the first may have a window too."""
+        if self.kv_owner is None:
+            return "window"
+        if self.selection_owner is None:
+            return "dense"
+        if self.selection_owner != self.number:
+            return "reuse"
+        return "full" if self.index_owner == self.number else "reindex"
+
+    @property
+    def reads(self) -> dict[str, int]:
+        """The layer that owns the plane, for each kind of plane that this layer reads."""
+        owners: dict[str, int | None] = {plane.kind: self.number for plane in self.planes}
+        owners |= {"main": self.kv_owner, "index": self.index_owner}
+        return {kind: owner for kind, owner in owners.items() if owner is not None}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention layers of a model."""
+
+    name: str
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        for number, layer in enumerate(self.layers):
+            if layer.number != number:
+                raise ValueError(f"{self.name}: layer {number}: expected this number, got {layer.number}")
+            for kind, owner in layer.reads.items():
+                if owner > number or all(plane.kind != kind for plane in self.layers[owner].planes):
+                    raise ValueError(f"{self.name}: layer {number}: expected a layer with {kind} plane, got {owner}")
+            if (layer.selection is None) != (layer.selection_owner is None):
+                raise ValueError(f"{self.name}: layer {number}: expected a selection together with its owner, got one")
+
+    def by_kind(self) -> dict[str, tuple[int, ...]]:
+        """Numbers of the layers of each kind."""
+        kinds = dict.fromkeys(layer.kind for layer in self.layers)
+        return {kind: tuple(layer.number for layer in self.layers if layer.kind == kind) for kind in kinds}
+
+    def plane(self, kind: str, number: int) -> Plane:
+        """The plane of this kind that layer ``number`` reads, its own or another's; of two states the first."""
+        owner = self.layers[self.layers[number].reads[kind]]
+        return next(plane for plane in owner.planes if plane.kind == kind)
+
+    def readers(self, kind: str, owner: int) -> tuple[int, ...]:
+        """Numbers of the layers that read the plane of this kind that layer ``owner`` owns."""
+        return tuple(layer.number for layer in self.layers if layer.reads.get(kind) == owner)
+
+    def bytes_per_token(self, formats: Mapping[str, str] | None = None) -> dict[str, float]:
+        """Bytes that a token adds to a sequence, by kind of plane; a compressed entry in parts of 1 / ratio.
+
+        ``formats`` names another format than the planes' own for ``"main"``, ``"window"`` or ``"index"`` planes.
+        ``sum(model.bytes_per_token().values())`` is the total.
+        """
+        found: dict[str, float] = {}
+        for plane, size in self._sizes(formats):
+            if not plane.entries:
+                found[plane.kind] = found.get(plane.kind, 0) + size / plane.ratio
+        return found
+
+    def fixed_bytes(self, formats: Mapping[str, str] | None = None) -> dict[str, int]:
+        """Bytes that a sequence needs whatever its length, by kind of plane; ``formats`` as above."""
+        found: dict[str, int] = {}
+        for plane, size in self._sizes(formats):
+            if plane.entries:
+                found[plane.kind] = found.get(plane.kind, 0) + size * plane.entries
+        return found
+
+    def _sizes(self, formats: Mapping[str, str] | None) -> list[tuple[Plane, int]]:
+        """Every plane, with the bytes of an entry."""
+        chosen = formats or {}
+        if not chosen.keys() <= BF16.keys():
+            raise ValueError(f"formats: expected keys among {', '.join(BF16)}, got {', '.join(chosen)}")
+        planes = (plane for layer in self.layers for plane in layer.planes)
+        return [(plane, plane.entry_bytes(chosen.get(plane.kind, ""))) for plane in planes]
+
+
+def _last(numbers: Sequence[int], upto: int) -> int:
+    return max(number for number in numbers if number <= upto)
+
+
+def _mla(name: str, layers: int, q_heads: int, index_heads: int, full: Sequence[int]) -> Model:
+    """MLA with a lightning indexer in the layers ``full``; the others attend by the list of the last of these."""
+
+    main, index = Plane("main", (576,), "fp8_v32"), Plane("index", (128,), "fp8_index")
+    selection = Selection(2048, index_heads, 128)
+
+    def layer(number: int) -> Layer:
+        plain = Layer(number, q_heads, 1, 576, 512, (main,), kv_owner=number)
+        if number in full:
+            return _selecting(plain, index, selection)
+        return replace(plain, selection=selection, selection_owner=_last(full, number))
+
+    return Model(name, tuple(map(layer, range(layers))))
+
+
+def _deepseek_v4(name: str, ratios: Sequence[int], q_heads: int, k: int) -> Model:
+    """V4: every layer has a window; ratio 4 selects, ratio 128 attends to every compressed entry."""
+
+    def layer(number: int, ratio: int) -> Layer:
+        window = Plane("window", (512,), "fp8_v4", entries=128)
+        windowed = Layer(number, q_heads, 1, 512, 512, (window,), window=128, sinks=True)
+        if not ratio:
+            return windowed
+        main = Plane("main", (512,), "fp8_v4", ratio=ratio)
+        # state rows are values and gate logits; ratio 4 keeps two groups, which overlap: a half of each row for each
+        wide, rows = (2, 8) if ratio == 4 else (1, ratio)
+        state = Plane("state", (wide * 512, wide * 512), "fp32", entries=rows)
+        dense = replace(windowed, planes=(window, main, state), kv_owner=number)
+        if ratio != 4:
+            return dense
+        index_state = Plane("state", (wide * 128, wide * 128), "fp32", entries=rows)
+        full = replace(dense, planes=(*dense.planes, index_state))
+        return _selecting(full, Plane("index", (128,), "fp4_index", ratio=ratio), Selection(k, 64, 128))
+
+    return Model(name, tuple(layer(number, ratio) for number, ratio in enumerate(ratios)))
+
+
+def _deepseek_v41_flash() -> Model:
+    """V4.1-Flash: four layers own the KV and index keys of all, eight select, one finds candidates."""
+    kv_sources, index_sources, candidate_source = (2, 8, 14, 20), (2, 8, 14, 20, 24, 28, 32, 36), 20
+    plain = Selection(512, 32, 128)
+    two_level = replace(plain, candidate_k=2048, candidate_block=8)
+
+    def layer(number: int, ratio: int) -> Layer:
+        planes = [Plane("window", (512,), "fp8_v41", entries=128)]
+        windowed = Layer(number, 64, 1, 512, 512, tuple(planes), window=128, sinks=True)
+        if not ratio:
+            return windowed
+        if number in kv_sources:
+            planes.append(Plane("main", (512,), "fp4_v41", ratio=ratio))
+            planes.append(Plane("index", (128,), "fp4_index", ratio=ratio))
+            if ratio > 1:  # value and gate logits of the tokens of an incomplete group
+                planes.append(Plane("state", (512, 512), "fp32", entries=ratio - 1))
+        kv_owner, selection_owner = _last(kv_sources, number), _last(index_sources, number)
+        two_levels = selection_owner >= candidate_source
+        return replace(
+            windowed,
+            planes=tuple(planes),
+            selection=two_level if two_levels else plain,
+            kv_owner=kv_owner,
+            index_owner=kv_owner if number in index_sources else None,
+            selection_owner=selection_owner,
+            candidate_owner=candidate_source if two_levels and number in index_sources else None,
+        )
+
+    ratios = [0] * 2 + [2] * 18 + [1] * 20
+    return Model("deepseek-v4.1-flash", tuple(layer(number, ratio) for number, ratio in enumerate(ratios)))
+
+
+def gqa(name: str, layers: int, q_heads: int, kv_heads: int, dim: int, format: str = "bf16") -> Model:
+    """A dense model with grouped-query attention, as Llama and Qwen; ``format`` is that of keys and values."""
+    main = Plane("main", (dim, dim), format, kv_heads)
+    plan = (Layer(number, q_heads, kv_heads, dim, dim, (main,), kv_owner=number) for number in range(layers))
+    return Model(name, tuple(plan))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to run a dense model sparsely, by an index plane with rows for each KV head.
+
+    An index stands for ``block`` tokens. An entry of the index plane stands for ``ratio`` tokens and holds ``rows``
+    rows of the head dimension. There is a list for each query head if ``per_query_head``, else for each KV head. The
+    first ``dense_layers`` layers stay dense. The window is read from the main plane and does not count in k.
+    """
+
+    block: int = 1
+    ratio: int = 1
+    rows: int = 1
+    format: str = "bf16"
+    per_query_head: bool = False
+    keep_first: int = 0
+    keep_last: int = 0
+    window: int = 0
+    dense_layers: int = 0
+
+
+METHODS: dict[str, Method] = {
+    "tokens": Method(format="int8_index_h"),  # a quantised copy of each key
+    "quest": Method(16, 16, rows=2, per_query_head=True, dense_layers=2),  # lower and upper bounds; decode only
+    "moba": Method(2048, 2048, per_query_head=True, keep_last=1),  # mean keys
+    # keys and values compressed from spans of 32 tokens, which attention reads as well; three softmaxes
+    "nsa": Method(64, 16, rows=2, keep_first=1, keep_last=2, window=512),
+}
+
+
+def sparse(model: Model, method: Method, k: int) -> Model:
+    """The dense ``model`` run by ``method``, with ``k`` indices (of ``method.block`` tokens each) in a list."""
+    planes = sorted({plane.kind for layer in model.layers for plane in layer.planes})
+    if planes != ["main"]:
+        raise ValueError(f"{model.name}: expected a dense model, with main planes alone, got {', '.join(planes)}")
+    if k < 1:
+        raise ValueError(f"{model.name}: k: expected at least 1 index, got {k}")
+
+    def selecting(layer: Layer) -> Layer:
+        index = Plane("index", (layer.qk_dim,) * method.rows, method.format, layer.kv_heads, method.ratio)
+        heads = layer.q_heads if method.per_query_head else layer.kv_heads
+        forced = method.keep_first, method.keep_last
+        selection = Selection(k, layer.q_heads, layer.qk_dim, heads, method.block, *forced)
+        return replace(_selecting(layer, index, selection), window=method.window)
+
+    first = method.dense_layers
+    return Model(model.name, (*model.layers[:first], *map(selecting, model.layers[first:])))
+
+
+def _selecting(layer: Layer, index: Plane, selection: Selection) -> Layer:
+    """The layer with an index plane of its own, which it selects by."""
+    planes, own = (*layer.planes, index), layer.number
+    return replace(layer, planes=planes, selection=selection, index_owner=own, selection_owner=own)
+
+
+def _minimax_m3() -> Model:
+    """MiniMax-M3: three dense layers, then blocks of 128 tokens by index keys that all heads share."""
+    index, selection = Plane("index", (128,), "bf16"), Selection(16, 4, 128, out_heads=4, block=128, keep_last=1)
+    dense = gqa("minimax-m3", 60, 64, 4, 128).layers
+    return Model("minimax-m3", (*dense[:3], *(_selecting(layer, index, selection) for layer in dense[3:])))
+
+
+PRESETS: dict[str, Model] = {
+    model.name: model
+    for model in (
+        _mla("deepseek-v3.2", 61, 128, 64, full=range(61)),
+        _deepseek_v4("deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4], 64, k=512),
+        _deepseek_v4("deepseek-v4-pro", [128, 128, *[4, 128] * 29, 4], 128, k=1024),
+        _deepseek_v41_flash(),
+        _mla("glm-5", 78, 64, 32, full=range(78)),
+        _mla("glm-5.2", 78, 64, 32, full=(0, 1, *range(2, 78, 4))),
+        _minimax_m3(),
+        gqa("llama-3.1-8b", 32, 32, 8, 128),
+        gqa("qwen3-8b", 36, 32, 8, 128),
+    )
+}

@@ -1,0 +1,1 @@
+"""What an engine needs around the ops. The rules in here import no torch."""
