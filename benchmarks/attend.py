@@ -19,7 +19,7 @@ from sparse_attn.ops.attend import Attend
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VARIANTS = 4
-"""Index sets (and sequences) of a case. Calls take them in turn, so that rows are not in a cache from the call before."""
+"""Index sets (and sequences) of a case. Calls take them in turn, so that no row is cached from the call before."""
 
 
 @dataclass

@@ -67,9 +67,14 @@ def expect_tensor(
         expect(t.is_contiguous(), op, name, "a contiguous tensor", f"strides {t.stride()}", "call .contiguous()")
 
 
+def expect_one_of(op: str, name: str, value: str, allowed: Sequence[str]) -> None:
+    """Check an option that is a word."""
+    expect(value in allowed, op, name, f"one of {', '.join(allowed)}", repr(value))
+
+
 def expect_format(op: str, name: str, format: str, allowed: Sequence[str]) -> Format:
     """The format called ``format``, which must be one of ``allowed``."""
-    expect(format in allowed, op, name, f"one of {', '.join(allowed)}", repr(format))
+    expect_one_of(op, name, format, allowed)
     return FORMATS[format]
 
 
@@ -127,3 +132,43 @@ def expect_scales(op: str, name: str, plane: Plane, slots: Tensor) -> None:
     wrong = used[(plane.scales(plane.at(used)) < 0).flatten(1).any(-1)]
     expected = f"no negative scale, as in every plane of format {plane.format.name!r}"
     expect(not len(wrong), op, name, expected, f"one in slot {wrong[:1].tolist()}", "pass the plane's own format")
+
+
+def expect_batch(op: str, q: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> int:
+    """Check how query rows are packed; the number of sequences B."""
+    ok = cu_seqlens_q.dim() == 1 and cu_seqlens_q.shape[0] >= 1
+    expect(ok, op, "cu_seqlens_q", "int32 [B + 1]", describe(cu_seqlens_q))
+    batch = cu_seqlens_q.shape[0] - 1
+    expect_tensor(op, "cu_seqlens_q", cu_seqlens_q, "B + 1", (batch + 1,), ("int32",), q.device, "all")
+    expect_tensor(op, "seq_lens", seq_lens, "B", (batch,), ("int32",), q.device, "all")
+    return batch
+
+
+def expect_lengths(
+    op: str, q: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, max_seqlen_q: int, max_seq_len: int
+) -> None:
+    """Check the values of lengths and their bounds. Reads them back to the host."""
+    starts = cu_seqlens_q.tolist()
+    parts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    ordered = starts[0] == 0 and min(parts, default=0) >= 0 and starts[-1] <= q.shape[0]
+    expect(ordered, op, "cu_seqlens_q", f"0 = first <= ... <= last <= T = {q.shape[0]}", starts)
+    longest = max(parts, default=0)
+    expected = f"at least the longest query part, {longest}"
+    expect(longest <= max_seqlen_q, op, "max_seqlen_q", expected, max_seqlen_q)
+    tokens = max(seq_lens.tolist(), default=0)
+    expect(tokens <= max_seq_len, op, "max_seq_len", f"at least the longest sequence, {tokens}", max_seq_len)
+
+
+def expect_unique(op: str, name: str, indices: Tensor, counts: Tensor | None, why: str) -> None:
+    """Check that no row of ``indices [T, H, K]`` lists a number twice. Reads them back to the host."""
+    if indices.numel() == 0:
+        return
+    places = torch.arange(indices.shape[2], device=indices.device, dtype=torch.int32)
+    used = indices >= 0
+    if counts is not None:
+        used &= places < counts.unsqueeze(-1)
+    ordered = torch.where(used, indices, -1 - places).sort(dim=-1).values
+    again = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
+    if bool(again.any()):
+        t, h = again.nonzero()[0].tolist()
+        raise refuse(op, name, "no index twice in a row", f"a duplicate in row {t}, head {h}", why)

@@ -22,9 +22,13 @@ def kernels_of(op: str):
     return fixture
 
 
-attend_impl, store_impl, load_impl, convert_impl, merge_impl = map(
-    kernels_of, ("attend", "store", "load", "convert", "merge")
-)
+attend_impl = kernels_of("attend")
+convert_impl = kernels_of("convert")
+load_impl = kernels_of("load")
+merge_impl = kernels_of("merge")
+select_impl = kernels_of("select")
+select_merge_impl = kernels_of("select_merge")
+store_impl = kernels_of("store")
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from sparse_attn.ops.attend import Attend
 from sparse_attn.ops.convert import Convert
 from sparse_attn.ops.load import Load
 from sparse_attn.ops.merge import Merge
+from sparse_attn.ops.select import Select
+from sparse_attn.ops.select_merge import SelectMerge
 from sparse_attn.ops.store import Store
 
 OPS = torch.ops.sparse_attn
@@ -62,6 +64,41 @@ def packed() -> tuple[tuple, dict]:
         sinks=torch.randn(4),
         return_lse=True,
     )
+
+
+def index(tokens: int = 5, batch: int = 2, **options) -> tuple[tuple, dict]:
+    """A small call of a lightning indexer: leading and keyword arguments."""
+    (_, starts, lengths, *_, longest, most), kwargs = gqa(tokens, batch)
+    keys, table = torch.randn(13 * batch, 4, 1, 16), kwargs["page_table"]
+    leading = (torch.randn(tokens, 4, 16), torch.randn(tokens, 4), starts, lengths, keys, table, 3, 0.25, longest, most)
+    return leading, dict(options, format="fp32")
+
+
+def shards(tokens: int = 5, batch: int = 2) -> tuple[tuple, dict]:
+    """The selections of two shards: leading and keyword arguments of a merge."""
+    indices = torch.randint(-1, 9, (2, tokens, 1, 4), dtype=torch.int32)
+    offsets = torch.tensor([[0], [9]], dtype=torch.int32).expand(2, tokens)
+    return (indices, torch.randn(2, tokens, 1, 4), offsets, 5), dict(order="score")
+
+
+MADE = dict(candidate_k=2, candidate_block=4, return_values=True)
+
+
+@pytest.mark.parametrize("options", [{}, MADE], ids=["plain", "values and candidates"])
+def test_opcheck_select(options: dict) -> None:
+    leading, kwargs = index(**options)
+    opcheck(OPS.select.default, leading, kwargs)
+    indices, counts, values, blocks = OPS.select(*leading, **kwargs)
+    given = dict(values=values, candidate_blocks=blocks) if options else {}
+    opcheck(OPS.select.out, leading, dict(kwargs, indices=indices, counts=counts, **given))
+
+
+def test_opcheck_select_merge() -> None:
+    leading, kwargs = shards()
+    opcheck(OPS.select_merge.default, leading, kwargs)
+    names = ("indices", "counts", "values")
+    outputs = dict(zip(names, OPS.select_merge(*leading, **kwargs), strict=True))
+    opcheck(OPS.select_merge.out, leading, dict(kwargs, **outputs))
 
 
 @pytest.mark.parametrize("call", [gqa, window, packed], ids=["main", "window", "packed"])
@@ -129,24 +166,71 @@ def test_out_variant_gives_the_same_bits() -> None:
     assert torch.equal(rows, rows2)
 
 
-def test_compiled_once_for_all_shapes() -> None:
+def test_out_variants_of_selections_give_the_same_bits() -> None:
+    for op, (leading, kwargs) in ((OPS.select, index(**MADE)), (OPS.select_merge, shards())):
+        expected = op(*leading, **kwargs)
+        outputs = [torch.full_like(x, 7) for x in expected]
+        names = ("indices", "counts", "values", "candidate_blocks")
+        assert op.out(*leading, **kwargs, **dict(zip(names, outputs, strict=False))) is None
+        assert all(torch.equal(x, y) for x, y in zip(expected, outputs, strict=True))
+
+
+def test_out_variant_refuses_outputs_that_were_not_asked_for() -> None:
+    leading, kwargs = index()
+    indices, counts, *_ = OPS.select(*leading, **kwargs)
+    with pytest.raises(sparse_attn.InvalidCall, match="select: values: expected a tensor exactly when return_values"):
+        OPS.select.out(*leading, **kwargs, indices=indices, counts=counts, values=torch.zeros(5, 1, 3))
+    with pytest.raises(sparse_attn.InvalidCall, match="select: indices: expected int32 .T, out_heads, k. with k = 3"):
+        OPS.select.out(*leading, **kwargs, indices=indices[..., :2], counts=counts)
+
+
+@pytest.mark.parametrize("call", [gqa, index], ids=["attend", "select"])
+def test_compiled_once_for_all_shapes(call) -> None:
     graphs = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]):
         graphs.append(graph)
         return graph.forward
 
+    op = sparse_attn.attend if call is gqa else sparse_attn.select
+
     @torch.compile(fullgraph=True, dynamic=True, backend=count)
     def step(leading, kwargs):
-        out, lse = sparse_attn.attend(*leading, **kwargs)
-        return out * 2, lse
+        first, second, *_ = op(*leading, **kwargs)
+        return first * 2, second
 
     for tokens, batch in ((11, 5), (7, 3), (9, 4), (20, 6)):
-        leading, kwargs = gqa(tokens, batch)
-        out, lse = step(leading, kwargs)
-        eager = sparse_attn.attend(*leading, **kwargs)
-        assert torch.equal(out, eager[0] * 2) and torch.equal(lse, eager[1])
+        leading, kwargs = call(tokens, batch)
+        first, second = step(leading, kwargs)
+        eager = op(*leading, **kwargs)
+        assert torch.equal(first, eager[0] * 2) and torch.equal(second, eager[1])
     assert len(graphs) == 1
+
+
+def test_select_then_attend_compiles() -> None:
+    """A layer with an index plane: one graph from the index queries to the output."""
+    (q, *rest), kwargs = gqa()
+    (index_q, weights, *index_rest), options = index()
+    del kwargs["indices"]
+
+    def step(q: Tensor, index_q: Tensor, weights: Tensor) -> Tensor:
+        selected = sparse_attn.select(index_q, weights, *index_rest, **options)
+        out, _ = sparse_attn.attend(q, *rest, **kwargs, indices=selected.indices, index_counts=selected.counts)
+        return out
+
+    expected = step(q, index_q, weights)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(q, index_q, weights), expected)
+
+
+def test_select_merge_compiles_for_all_shapes() -> None:
+    compiled = torch.compile(sparse_attn.select_merge, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (5, 9):
+        leading, kwargs = shards(tokens)
+        for x, y in zip(
+            compiled(*leading, **kwargs)[:3], sparse_attn.select_merge(*leading, **kwargs)[:3], strict=True
+        ):
+            assert torch.equal(x, y)
 
 
 def test_store_then_attend_compiles() -> None:
@@ -198,6 +282,33 @@ def test_exports_with_dynamic_tokens() -> None:
     assert torch.equal(program.module()(leading[0], kwargs["indices"]), OPS.attend(*leading, **kwargs)[0])
 
 
+def test_select_exports_with_dynamic_tokens() -> None:
+    leading, kwargs = index(6, **MADE)
+
+    class Step(torch.nn.Module):
+        def forward(self, q: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+            return OPS.select(q, weights, *leading[2:], **kwargs)
+
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    shapes = {"q": {0: tokens}, "weights": {0: tokens}}
+    program = torch.export.export(Step(), leading[:2], dynamic_shapes=shapes)
+    assert any("sparse_attn.select" in str(node.target) for node in program.graph.nodes)
+    for x, y in zip(program.module()(*leading[:2]), OPS.select(*leading, **kwargs), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_fake_of_select_gives_the_shapes() -> None:
+    for options in ({}, MADE):
+        leading, kwargs = index(**options)
+        meta = [x.to("meta") if isinstance(x, Tensor) else x for x in leading]
+        for x, y in zip(OPS.select(*meta, **kwargs), OPS.select(*leading, **kwargs), strict=True):
+            assert x.shape == y.shape and x.dtype == y.dtype and x.device.type == "meta"
+    with pytest.raises(
+        sparse_attn.InvalidCall, match="select: out_heads: expected a divisor of the 4 query heads, got 3"
+    ):
+        OPS.select(*meta, **kwargs, out_heads=3)
+
+
 def test_fakes_share_the_check() -> None:
     leading, kwargs = gqa()
     meta = [x.to("meta") if isinstance(x, Tensor) else x for x in leading]
@@ -220,10 +331,12 @@ def test_fakes_share_the_check() -> None:
 
 CARDS = [
     (sparse_attn.attend, Attend),
-    (sparse_attn.store, Store),
-    (sparse_attn.load, Load),
     (sparse_attn.convert, Convert),
+    (sparse_attn.load, Load),
     (sparse_attn.merge, Merge),
+    (sparse_attn.select, Select),
+    (sparse_attn.select_merge, SelectMerge),
+    (sparse_attn.store, Store),
 ]
 
 
@@ -247,9 +360,8 @@ def test_resolve_runs_without_the_router() -> None:
     out, lse = torch.empty_like(leading[0]), torch.empty(leading[0].shape[:2])
     impl.run(Attend(*leading, **kwargs), out, lse)
     assert torch.equal(out, OPS.attend(*leading, **kwargs)[0])
-    with pytest.raises(
-        ValueError, match="resolve: name: expected one of attend, convert, load, merge, store, got 'attention'"
-    ):
+    known = ", ".join(public.__name__ for public, _ in CARDS)
+    with pytest.raises(ValueError, match=f"resolve: name: expected one of {known}, got 'attention'"):
         sparse_attn.resolve("attention")
 
 
@@ -262,6 +374,10 @@ def test_router_remembers_by_kind_of_call_and_stays_bounded(monkeypatch) -> None
     longer = (*leading[:6], leading[6] + 1000)
     OPS.attend(*longer, **kwargs)
     assert len(library._memo) == 1, "a longer sequence is the same kind of call"
+    leading, kwargs = index()
+    OPS.select(*leading, **kwargs)
+    OPS.select(*leading[:9], leading[9] + 1000, **kwargs)
+    assert len(library._memo) == 2
     monkeypatch.setattr(library, "_MEMO_ENTRIES", 3)
     for tokens in range(2, 10):
         leading, kwargs = gqa(tokens)

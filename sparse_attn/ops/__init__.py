@@ -4,6 +4,8 @@ from .attend import attend
 from .convert import convert
 from .load import load
 from .merge import merge
+from .select import Selected, select
+from .select_merge import select_merge
 from .store import store
 
-__all__ = ["attend", "convert", "load", "merge", "store"]
+__all__ = ["Selected", "attend", "convert", "load", "merge", "select", "select_merge", "store"]

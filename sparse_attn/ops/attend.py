@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from .. import layout, library
-from ..checks import describe, expect, expect_format, expect_plane, expect_tensor, refuse
+from ..checks import (
+    expect,
+    expect_batch,
+    expect_format,
+    expect_lengths,
+    expect_plane,
+    expect_tensor,
+    expect_unique,
+    refuse,
+)
 from ..registry import Call
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
@@ -93,16 +102,7 @@ def check(a: Attend) -> None:
     expect_tensor("attend", "q", a.q, "T, Hq, D", (None, None, None), QUERY_DTYPES, a.q.device)
     q_heads = a.q.shape[1]
     expect(1 <= q_heads <= MAX_HEADS, "attend", "q", f"1 to {MAX_HEADS} heads (axis 1)", q_heads)
-    expect(
-        a.cu_seqlens_q.dim() == 1 and a.cu_seqlens_q.shape[0] >= 1,
-        "attend",
-        "cu_seqlens_q",
-        "int32 [B + 1]",
-        describe(a.cu_seqlens_q),
-    )
-    batch = a.cu_seqlens_q.shape[0] - 1
-    _int32("cu_seqlens_q", a.cu_seqlens_q, "B + 1", (batch + 1,), a.q.device)
-    _int32("seq_lens", a.seq_lens, "B", (batch,), a.q.device)
+    batch = expect_batch("attend", a.q, a.cu_seqlens_q, a.seq_lens)
     expect(a.v_dim >= 1, "attend", "v_dim", "at least 1", a.v_dim)
     expect(a.scale == a.scale and abs(a.scale) != float("inf"), "attend", "scale", "a finite number", a.scale)
     expect(
@@ -224,38 +224,10 @@ def _check_window(a: Attend, batch: int) -> None:
 
 def check_values(a: Attend) -> None:
     """Raise ``InvalidCall`` if values break the contract. Reads lengths, tables and indices back to the host."""
-    starts = a.cu_seqlens_q.tolist()
-    ordered = (
-        starts[0] == 0 and all(x <= y for x, y in zip(starts, starts[1:], strict=False)) and starts[-1] <= a.q.shape[0]
-    )
-    expect(ordered, "attend", "cu_seqlens_q", f"0 = first <= ... <= last <= T = {a.q.shape[0]}", starts)
-    longest = max((y - x for x, y in zip(starts, starts[1:], strict=False)), default=0)
-    expect(
-        longest <= a.max_seqlen_q,
-        "attend",
-        "max_seqlen_q",
-        f"at least the longest query part, {longest}",
-        a.max_seqlen_q,
-    )
-    tokens = max(a.seq_lens.tolist(), default=0)
-    expect(tokens <= a.max_seq_len, "attend", "max_seq_len", f"at least the longest sequence, {tokens}", a.max_seq_len)
-    for name, indices in (("indices", a.indices), ("win_indices", a.win_indices)):
-        if indices is None or indices.numel() == 0:
-            continue
-        used = torch.full_like(indices[..., :1], indices.shape[2])
-        if name == "indices" and a.index_counts is not None:
-            used = a.index_counts.unsqueeze(-1)
-        live = (torch.arange(indices.shape[2], device=indices.device) < used) & (indices >= 0)
-        values = torch.where(
-            live, indices, -1 - torch.arange(indices.shape[2], device=indices.device, dtype=torch.int32)
-        )
-        ordered_values = values.sort(dim=-1).values
-        again = (ordered_values[..., 1:] == ordered_values[..., :-1]).any(dim=-1)
-        if bool(again.any()):
-            t, h = again.nonzero()[0].tolist()
-            raise refuse(
-                "attend", name, "no index twice in a row", f"a duplicate in row {t}, head {h}", "it would count twice"
-            )
+    expect_lengths("attend", a.q, a.cu_seqlens_q, a.seq_lens, a.max_seqlen_q, a.max_seq_len)
+    for name, indices, counts in (("indices", a.indices, a.index_counts), ("win_indices", a.win_indices, None)):
+        if indices is not None:
+            expect_unique("attend", name, indices, counts, "it would count twice")
 
 
 def facts(a: Attend) -> Call:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..checks import dtype_name, expect, expect_tensor
+from ..checks import dtype_name, expect, expect_one_of, expect_tensor
 from ..registry import Call
 
 OUT_DTYPES = ("float32", "bfloat16", "float16")
@@ -36,7 +36,7 @@ def check(a: Merge) -> None:
     expect_tensor("merge", "lses", a.lses, "S, T, H", (parts, tokens, heads), ("float32",), device, "any")
     if a.sinks is not None:
         expect_tensor("merge", "sinks", a.sinks, "H", (heads,), ("float32",), device, "all")
-    expect(a.base in BASES, "merge", "base", "one of e, 2", repr(a.base))
+    expect_one_of("merge", "base", a.base, BASES)
 
 
 def check_values(a: Merge) -> None:
