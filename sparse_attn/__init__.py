@@ -2,7 +2,19 @@
 
 from .checks import InvalidCall
 from .library import resolve
-from .ops import Selected, attend, select, select_merge, store
+from .ops import Selected, attend, convert, load, merge, select, select_merge, store
 from .registry import NoBackend
 
-__all__ = ["InvalidCall", "NoBackend", "Selected", "attend", "resolve", "select", "select_merge", "store"]
+__all__ = [
+    "InvalidCall",
+    "NoBackend",
+    "Selected",
+    "attend",
+    "convert",
+    "load",
+    "merge",
+    "resolve",
+    "select",
+    "select_merge",
+    "store",
+]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .layout import FORMATS, Format
+from .planes import Plane
 
 
 class InvalidCall(ValueError):
@@ -82,28 +83,55 @@ def expect_plane(
     name: str,
     plane: Tensor,
     format: Format,
-    shape: Sequence[Any],
+    heads: Any,
+    dim: Any,
     device: torch.device,
-    scale: Tensor | None,
-    scale_name: str,
+    page_size: tuple[str, int],
+    scale: tuple[str, Tensor | None],
 ) -> None:
-    """Check a plane ``[pages, page_size, heads, row]`` and its scale plane ``[pages, page_size, heads]``."""
+    """Check a plane of ``format`` for rows of ``dim`` elements (None: any) and ``heads`` heads (None: any).
+
+    ``page_size`` and ``scale`` are the names and values of the arguments that belong to the plane.
+    """
+    (size_name, size), (scale_name, scales) = page_size, scale
     if plane.dtype != getattr(torch, format.dtype):
-        raise refuse(
-            op,
-            name,
-            f"{format.dtype} elements for format {format.name!r}",
-            describe(plane),
-            "pass the plane's own format",
-        )
-    expect_tensor(op, name, plane, "pages, page_size, heads, row", shape, (format.dtype,), device)
+        expected = f"{format.dtype} elements for format {format.name!r}"
+        raise refuse(op, name, expected, describe(plane), "pass the plane's own format")
+    axes = "pages, page_size, heads, row"
+    shape: tuple[Any, ...] = (None, None, heads, None if dim is None else format.row(dim))
+    if format.packed:
+        expect(dim in (None, format.dim), op, name, f"rows of {format.dim} elements for format {format.name!r}", dim)
+        expect(heads in (None, 1), op, name, f"1 head for format {format.name!r}", heads)
+        shape = (None, None, 1, format.row(format.dim))
+    elif dim is not None:
+        expect(format.row_dim(format.row(dim)) == dim, op, name, f"rows of whole bytes in format {format.name!r}", dim)
+    if format.planar:
+        expected = f"the entries of a page, as planar format {format.name!r} does not show them"
+        expect(size >= 1, op, size_name, expected, size)
+        axes, shape = "pages, page_bytes", (None, format.page_bytes(size))
+    expect_tensor(op, name, plane, axes, shape, (format.dtype,), device)
+    if not format.planar:
+        expected = "pages of at least 1 entry (axis 1 of the plane)"
+        expect(plane.shape[1] >= 1, op, size_name, expected, describe(plane))
+        expect(size in (0, plane.shape[1]), op, size_name, f"0 or the plane's {plane.shape[1]}", size)
     if format.scale_dtype is None:
-        expect(scale is None, op, scale_name, f"None, as format {format.name!r} has no scales", "a tensor")
+        expect(scales is None, op, scale_name, f"None, as format {format.name!r} has no scale plane", "a tensor")
         return
-    if scale is None:
+    if scales is None:
         raise refuse(op, scale_name, f"a scale plane for format {format.name!r}", "None")
     axes = "pages, page_size, heads"
-    expect_tensor(op, scale_name, scale, axes, plane.shape[:3], (format.scale_dtype,), device, "any")
+    expect_tensor(op, scale_name, scales, axes, plane.shape[:3], (format.scale_dtype,), device, "any")
+
+
+def expect_scales(op: str, name: str, plane: Plane, slots: Tensor) -> None:
+    """Check that the scales at ``slots`` (each below the plane's end; negative ones are skipped) are those of the
+    plane's format, which are never negative: formats of one shape are told apart by nothing else."""
+    if not plane.format.codec.scale:
+        return
+    used = slots[slots >= 0]
+    wrong = used[(plane.scales(plane.at(used)) < 0).flatten(1).any(-1)]
+    expected = f"no negative scale, as in every plane of format {plane.format.name!r}"
+    expect(not len(wrong), op, name, expected, f"one in slot {wrong[:1].tolist()}", "pass the plane's own format")
 
 
 def expect_batch(op: str, q: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> int:

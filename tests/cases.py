@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from sparse_attn import layout, reference, registry
 from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.store import Store
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LENGTHS, ROWS = (9, 1, 0, 21), (3, 1, 1, 2)
@@ -18,11 +20,12 @@ def plane(
     format: str, pages: int, page_size: int, heads: int, dim: int, g: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
     """Random rows in ``format`` and their scales."""
-    rows = torch.randn(pages, page_size, heads, dim, generator=g)
-    if layout.FORMATS[format].scale_dtype:
-        stored, scale = reference.quantise_int8(rows)
-        return stored.to(torch.int8), scale
-    return rows.to(getattr(torch, layout.FORMATS[format].dtype)), None
+    f = layout.FORMATS[format]
+    rows = torch.randn(pages * page_size, heads, dim, generator=g)
+    stored = torch.zeros(f.shape(pages, page_size, heads, dim), dtype=getattr(torch, f.dtype))
+    scale = torch.zeros(pages, page_size, heads, dtype=torch.half) if f.scale_dtype else None
+    reference.store(Store(rows, stored, torch.arange(len(rows)), scale, format, page_size))
+    return stored, scale
 
 
 def attend(
@@ -71,6 +74,7 @@ def attend(
         count = pages.numel() + 1
         kv, kv_scale = plane(format, count, page_size, kv_heads, qk_dim - rope_dim, g)
         kwargs |= {"kv": kv, "kv_scale": kv_scale, "format": format, "page_table": pages, "ratio": ratio}
+        kwargs |= {"page_size": page_size} if layout.FORMATS[format].planar else {}
         if rope_dim:
             plain = format if format in layout.PLAIN_FORMATS else "bf16"
             kwargs["kv_rope"] = plane(plain, count, page_size, kv_heads, rope_dim, g)[0]
@@ -88,6 +92,7 @@ def attend(
         win_pages = table(longest, win_page_size)
         win, _ = plane(win_format, win_pages.numel() + 1, win_page_size, kv_heads, qk_dim, g)
         kwargs |= {"win": win, "win_format": win_format, "win_page_table": win_pages, "window": window}
+        kwargs |= {"win_page_size": win_page_size} if layout.FORMATS[win_format].planar else {}
         if not causal:
             ends = torch.tensor([n for n, m in zip(lengths, rows, strict=True) for _ in range(m)] + [0] * padding)
             kwargs["win_range"] = torch.stack([ends - window, ends], 1).to(torch.int32)
@@ -95,6 +100,13 @@ def attend(
     if sinks:
         kwargs["sinks"] = torch.randn(q_heads, generator=g)
     return leading, kwargs
+
+
+def skip_unless(impl: registry.Impl, call: registry.Call) -> None:
+    """Skip the test if the kernel's limits refuse the call."""
+    refusals = impl.refusals(call)
+    if refusals:
+        pytest.skip(refusals[0])
 
 
 def run(impl: registry.Impl, leading: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -5,33 +5,42 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_attn import registry
+from sparse_attn import library, registry
 
 
 def runnable(op: str) -> list[registry.Impl]:
     return [impl for impl in registry.implementations(op) if registry.availability(impl) is None]
 
 
-@pytest.fixture(params=runnable("attend"), ids=lambda impl: impl.backend)
-def attend_impl(request) -> registry.Impl:
-    return request.param
+def kernels_of(op: str):
+    """A fixture that gives each of them in turn."""
+
+    @pytest.fixture(name=f"{op}_impl", params=runnable(op), ids=lambda impl: impl.backend)
+    def fixture(request) -> registry.Impl:
+        return request.param
+
+    return fixture
 
 
-@pytest.fixture(params=runnable("select"), ids=lambda impl: impl.backend)
-def select_impl(request) -> registry.Impl:
-    return request.param
-
-
-@pytest.fixture(params=runnable("select_merge"), ids=lambda impl: impl.backend)
-def select_merge_impl(request) -> registry.Impl:
-    return request.param
-
-
-@pytest.fixture(params=runnable("store"), ids=lambda impl: impl.backend)
-def store_impl(request) -> registry.Impl:
-    return request.param
+attend_impl = kernels_of("attend")
+convert_impl = kernels_of("convert")
+load_impl = kernels_of("load")
+merge_impl = kernels_of("merge")
+select_impl = kernels_of("select")
+select_merge_impl = kernels_of("select_merge")
+store_impl = kernels_of("store")
 
 
 @pytest.fixture(autouse=True)
 def _seed(request) -> None:
     torch.manual_seed(sum(map(ord, request.node.nodeid)))
+
+
+@pytest.fixture
+def debug_checks(monkeypatch):
+    """Values are checked too."""
+    monkeypatch.setenv("SPARSE_ATTN_CHECKS", "debug")
+    library.forget()
+    yield
+    monkeypatch.undo()
+    library.forget()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sparse_attn
-from sparse_attn import registry
+from sparse_attn import layout, registry
 from sparse_attn.ops.attend import Attend, facts
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
@@ -486,6 +486,8 @@ def test_batch_invariance(attend_impl, shape: str, dtype: str, format: str) -> N
 # refusals
 
 
+KV_FORMATS = ", ".join(layout.names("kv"))
+PACKED = dict(q=torch.zeros(9, 4, 512), kv=torch.zeros(25, 4, 1, 528, dtype=torch.uint8), format="fp8_v41")
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "q rank": (
         dict(q=torch.zeros(7, 16)),
@@ -506,10 +508,47 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "attend: seq_lens: expected int32 [B], got int64 [4]; convert it",
     ),
     "wrong tag": (dict(format="bf16"), "attend: kv: expected bfloat16 elements for format 'bf16', got float32"),
-    "unknown tag": (dict(format="fp8"), "attend: format: expected one of fp32, bf16, fp16, int8, got 'fp8'"),
+    "unknown tag": (dict(format="fp8"), f"attend: format: expected one of {KV_FORMATS}, got 'fp8'"),
     "index format": (
         dict(format="int8_index_h"),
-        "attend: format: expected one of fp32, bf16, fp16, int8, got 'int8_index_h'",
+        f"attend: format: expected one of {KV_FORMATS}, got 'int8_index_h'",
+    ),
+    "value format": (
+        dict(v=torch.zeros(25, 4, 2, 16), v_format="fp8_v41"),
+        "attend: v_format: expected one of fp32, bf16, fp16, int8, got 'fp8_v41'",
+    ),
+    "window format": (
+        dict(win=torch.zeros(25, 4, 2, 16, dtype=torch.int8), win_format="int8"),
+        "attend: win_format: expected one of fp32, bf16, fp16, fp8_v32,",
+    ),
+    "packed dims": (
+        dict(kv=torch.zeros(25, 4, 1, 528, dtype=torch.uint8), format="fp8_v41"),
+        "attend: kv: expected rows of 512 elements for format 'fp8_v41', got 16",
+    ),
+    "values beside packed rows": (
+        dict(PACKED, v=torch.zeros(25, 4, 1, 16)),
+        "attend: v: expected None, as rows of format 'fp8_v41' hold the values, got a tensor",
+    ),
+    "rope beside packed rows": (
+        dict(PACKED, kv_rope=torch.zeros(25, 4, 1, 16)),
+        "attend: kv_rope: expected None, as rows of format 'fp8_v41' are whole, got a tensor",
+    ),
+    "planar without page size": (
+        dict(PACKED, kv=torch.zeros(25, 2560, dtype=torch.uint8), format="fp8_v41_planar"),
+        "attend: page_size: expected the entries of a page, as planar format 'fp8_v41_planar' does not show them",
+    ),
+    "planar page bytes": (
+        dict(PACKED, kv=torch.zeros(25, 4 * 528, dtype=torch.uint8), format="fp8_v41_planar", page_size=4),
+        "attend: kv: expected uint8 [pages, page_bytes] with page_bytes = 2560, got uint8 [25, 2112]",
+    ),
+    "packed window beside two heads": (
+        dict(
+            q=torch.zeros(9, 4, 512),
+            kv=torch.zeros(25, 4, 2, 512),
+            win=torch.zeros(25, 4, 1, 528, dtype=torch.uint8),
+            win_format="fp8_v41",
+        ),
+        "attend: win: expected 1 head for format 'fp8_v41', got 2",
     ),
     "no scale": (
         dict(kv=torch.zeros(25, 4, 2, 16, dtype=torch.int8), format="int8"),

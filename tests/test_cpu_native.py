@@ -195,12 +195,6 @@ def test_store_does_not_depend_on_threads(threads) -> None:
 # the module
 
 
-def test_formats_are_those_of_layout() -> None:
-    described = {f.name: (f.code, f.bits, f.scale_bits) for f in layout.FORMATS.values() if f.code is not None}
-    assert {name: tuple(rest) for name, *rest in native.formats()} == described
-    assert [code for _, code, _, _ in native.formats()] == list(range(len(described)))
-
-
 def test_an_instruction_set_that_the_machine_lacks_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(native, "instruction_sets", lambda: ["portable"])
     monkeypatch.setenv("SPARSE_ATTN_CPU_ISA", "avx512")

@@ -62,15 +62,17 @@ def violations(path: Path, source: str | None = None) -> list[str]:
         wrong = {m for m in ours if not within(m, *_package("serving", "ops", "layout", "registry"))}
         if path.stem in NO_TORCH:
             wrong |= {m for m in imports(path, source) if within(m, "torch")}
+    elif layer == ["layout"]:
+        wrong = {m for m in imports(path, source) if within(m, "torch", "sparse_attn")}
     elif layer == ["backends"] and name != "sparse_attn.backends":
         own = ".".join(name.split(".")[:3])
         native = f"sparse_attn._{name.split('.')[2]}"
         allowed = _package("registry", "layout", "checks", "env")
         wrong = {m for m in ours if not within(m, own, native, *allowed)}
     elif layer == ["ops"]:
-        allowed = _package("ops", "library", "checks", "registry", "layout")
+        allowed = _package("ops", "library", "checks", "registry", "layout", "planes")
         wrong = {m for m in ours if not within(m, *allowed)}
-    elif layer and layer[0] in ("layout", "checks", "registry", "library", "env", "reference"):
+    elif layer and layer[0] in ("codecs", "planes", "checks", "registry", "library", "env", "reference"):
         higher = _package("serving", "integrations", "demo")
         wrong = {m for m in ours if within(m, *higher)}
     if name != "sparse_attn.library" and layer != ["demo"]:
@@ -103,6 +105,9 @@ def test_every_file_imports_only_what_its_layer_may():
         ("sparse_attn/serving/pages.py", "def f():\n    from torch import Tensor"),
         ("sparse_attn/ops/attend.py", "from ..serving import pages"),
         ("sparse_attn/registry.py", "from .serving import pages"),
+        ("sparse_attn/ops/load.py", "from .. import codecs"),
+        ("sparse_attn/codecs.py", "from .serving import cache"),
+        ("sparse_attn/layout.py", "import torch"),
         ("sparse_attn/checks.py", "import torch.library"),
         ("backends/a/__init__.py", "from sparse_attn.serving import pages"),
         ("backends/a/__init__.py", "from sparse_attn import reference"),

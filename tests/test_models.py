@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-import sparse_attn
 from sparse_attn import layout
 from sparse_attn.models import BF16, METHODS, PRESETS, Layer, Model, Plane, Selection, gqa, sparse
 
@@ -325,21 +323,6 @@ def test_refusals(call, message: str) -> None:
 )
 def test_bytes_of_an_entry(format: str, dim: int, size: int) -> None:
     assert layout.FORMATS[format].entry_bytes(dim) == size
-
-
-@pytest.mark.parametrize("name", [f.name for f in layout.FORMATS.values() if f.code is None])
-def test_ops_refuse_formats_that_no_kernel_reads(name: str) -> None:
-    format = layout.FORMATS[name]
-    plane = torch.zeros(1, 1, 1, format.entry_bytes(format.dim or 64), dtype=getattr(torch, format.dtype))
-    rows = torch.zeros(1, 1, plane.shape[3])
-    one, ends = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(sparse_attn.InvalidCall, match="store: format: expected one of fp32, bf16"):
-        sparse_attn.store(rows, plane, torch.zeros(1, dtype=torch.int64), format=name)
-    with pytest.raises(sparse_attn.InvalidCall, match="attend: format: expected one of fp32, bf16"):
-        sparse_attn.attend(rows, ends, one, 1.0, 8, 1, 1, kv=plane, page_table=table, format=name)
-    with pytest.raises(sparse_attn.InvalidCall, match="attend: win_format: expected one of fp32, bf16"):
-        sparse_attn.attend(rows, ends, one, 1.0, 8, 1, 1, win=plane, win_page_table=table, window=1, win_format=name)
 
 
 # --- The module and its page -------------------------------------------------------------------------------------

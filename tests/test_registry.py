@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import cases
+import merges
 import pytest
 import torch
-from merges import Merge
 from selections import Batch
 
 import sparse_attn
 from sparse_attn import env, library, registry
 from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.convert import Convert
+from sparse_attn.ops.load import Load
+from sparse_attn.ops.merge import Merge
 from sparse_attn.ops.select import Select
 from sparse_attn.ops.select_merge import SelectMerge
 from sparse_attn.ops.store import Store
@@ -153,14 +156,17 @@ def test_debug_checks_read_values(backends, monkeypatch, changes, sentence) -> N
 def test_every_kernel_declares_facts_that_its_card_has() -> None:
     """A misspelt limit would never refuse anything."""
     leading, kwargs = cases.attend()
-    rows, plane = torch.zeros(1, 1, 4), torch.zeros(1, 1, 1, 4)
+    rows, plane, slots = torch.zeros(1, 1, 4), torch.zeros(1, 1, 1, 4), torch.tensor([0])
     args, keywords = Batch(dict(k=2), 1, 1, False, [3], [1]).arguments()
-    merge, _ = Merge(1, 2).arguments()
+    shards, _ = merges.Merge(1, 2).arguments()
     calls = {
         "attend": Attend(*leading, **kwargs),
+        "convert": Convert(plane, plane, src_format="fp32", dst_format="fp32"),
+        "load": Load(plane, slots, format="fp32"),
+        "merge": Merge(rows[None], rows[..., 0][None]),
         "select": Select(*args, **keywords),
-        "select_merge": SelectMerge(*merge),
-        "store": Store(rows, plane, torch.tensor([0]), None, "fp32"),
+        "select_merge": SelectMerge(*shards),
+        "store": Store(rows, plane, slots, format="fp32"),
     }
     known = {op.name: {name for name, _ in op.facts(calls[op.name]).facts} for op in library.defined()}
     for found in registry.implementations():

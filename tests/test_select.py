@@ -378,14 +378,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "wrong tag": (dict(format="bf16"), "select: keys: expected bfloat16 elements for format 'bf16', got float32"),
     "unknown tag": (
         dict(format="fp8"),
-        "select: format: expected one of fp32, bf16, fp16, int8, int8_index_h, got 'fp8'",
+        "select: format: expected one of fp32, bf16, fp16, int8, int8_index_h, int4_index_h, fp8_v32,",
     ),
     "no scale": (
         dict(keys=torch.zeros(25, 4, 2, 16, dtype=torch.int8), format="int8_index_h"),
         "select: key_scale: expected a scale plane for format 'int8_index_h', got None",
     ),
     "bounds": (dict(bounds=True), "select: keys: expected float32 [pages, page_size, heads, row] with row = 32"),
-    "page size": (dict(page_size=16), "select: page_size: expected 0 or the 4 of keys, got 16"),
+    "page size": (dict(page_size=16), "select: page_size: expected 0 or the plane's 4, got 16"),
     "scale": (dict(scale=-1.0), "select: scale: expected a finite number above 0, got -1.0"),
     "nan scale": (dict(scale=NAN), "select: scale: expected a finite number above 0, got nan"),
     "k": (dict(k=-1), "select: k: expected at least 0, got -1"),

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, skip_unless
 
 import sparse_attn
-from sparse_attn import layout, reference
+from sparse_attn import codecs, layout
+from sparse_attn.ops.store import Store, facts
 
-FORMATS = [*layout.names("kv"), *layout.names("index")]
+FORMATS = [name for name, f in layout.FORMATS.items() if not f.packed]  # test_formats.py has the packed ones
 SCALED = [name for name in FORMATS if layout.FORMATS[name].scale_dtype]
 
 
 def empty_plane(format: str, pages: int = 4, page: int = 3, heads: int = 2, dim: int = 20):
-    dtype = getattr(torch, layout.FORMATS[format].dtype)
-    plane = torch.full((pages, page, heads, dim), 7, dtype=dtype)
+    f = layout.FORMATS[format]
+    plane = torch.full(f.shape(pages, page, heads, dim), 7, dtype=getattr(torch, f.dtype))
     return plane, (torch.full((pages, page, heads), 7, dtype=torch.half) if format in SCALED else None)
+
+
+def store(impl, rows, plane, slots, scale, format: str) -> None:
+    skip_unless(impl, facts(Store(rows, plane, slots, scale, format)))
+    sparse_attn.store(rows, plane, slots, scale=scale, format=format, backend=impl.backend)
+
+
+def read(plane, scale, format: str) -> torch.Tensor:
+    """Every entry as the reference reads it, ``[pages, page_size, heads, elements]``."""
+    rows = sparse_attn.load(plane, torch.arange(12), scale=scale, format=format, backend="reference")
+    return rows.unflatten(0, (4, 3))
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:
@@ -32,7 +44,7 @@ def test_same_bytes_as_the_reference(store_impl, format: str, dtype: str, magnit
     slots = torch.tensor([3, -1, 0, 11, -7, 8, 1, 5, -(1 << 62)])
     plane, scale = empty_plane(format)
     expected, expected_scale = empty_plane(format)
-    sparse_attn.store(rows, plane, slots, scale=scale, format=format, backend=store_impl.backend)
+    store(store_impl, rows, plane, slots, scale, format)
     sparse_attn.store(rows, expected, slots, scale=expected_scale, format=format, backend="reference")
     assert torch.equal(bytes_of(plane), bytes_of(expected))
     if scale is not None:
@@ -46,13 +58,15 @@ def test_quantised_rows_are_within_half_a_step(store_impl, format: str) -> None:
     """The bound is the format's, not the kernel's: |x - stored * scale| <= scale / 2, and nothing is clipped."""
     rows = torch.randn(12, 2, 20) * torch.logspace(-4, 4, 12)[:, None, None]
     plane, scale = empty_plane(format)
-    sparse_attn.store(rows, plane, torch.arange(12), scale=scale, format=format, backend=store_impl.backend)
+    store(store_impl, rows, plane, torch.arange(12), scale, format)
     assert scale is not None
-    step = scale.double().flatten(0, 1)[..., None]
-    error = (plane.double().flatten(0, 1) * step - rows.double()).abs()
-    assert (error <= step * 0.5000001).all()
+    step = scale.double()[..., None]
+    numbers = read(plane, scale, format).double()
+    assert ((numbers.flatten(0, 1) - rows.double()).abs() <= step.flatten(0, 1) * 0.5000001).all()
     normal = scale > 2.0**-14  # below, float16 itself is coarser
-    assert normal.sum() >= 12 and (plane.abs().amax(-1)[normal] >= 126).all(), "the scale is no larger than it must be"
+    largest = codecs.LARGEST[layout.FORMATS[format].codec.element]
+    used = (numbers / step).abs().amax(-1)[normal]
+    assert normal.sum() >= 12 and (used >= largest - 1).all(), "the scale is no larger than it must be"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
@@ -61,11 +75,10 @@ def test_what_the_scale_cannot_hold_shows(store_impl, bad: float, format: str) -
     rows = torch.randn(2, 2, 20)
     rows[1, 0, 3] = bad
     plane, scale = empty_plane(format)
-    sparse_attn.store(rows, plane, torch.tensor([0, 1]), scale=scale, format=format, backend=store_impl.backend)
-    assert scale is not None
-    read = plane[0].float() * scale[0].float()[..., None]
-    assert not read[1, 0].isfinite().any(), "reading the row shows the fault"
-    assert read[0].isfinite().all() and read[1, 1].isfinite().all(), "other rows and heads are whole"
+    store(store_impl, rows, plane, torch.tensor([0, 1]), scale, format)
+    numbers = read(plane, scale, format)[0]
+    assert not numbers[1, 0].isfinite().any(), "reading the row shows the fault"
+    assert numbers[0].isfinite().all() and numbers[1, 1].isfinite().all(), "other rows and heads are whole"
 
 
 def test_strided_planes(store_impl) -> None:
@@ -124,21 +137,16 @@ def test_refusals() -> None:
             torch.ops.sparse_attn.store(**arguments)
 
 
-def test_debug_checks_find_a_slot_written_twice(monkeypatch) -> None:
-    from sparse_attn import library
-
-    monkeypatch.setenv("SPARSE_ATTN_CHECKS", "debug")
-    library.forget()
+def test_debug_checks_find_a_slot_written_twice(debug_checks) -> None:
     plane, _ = empty_plane("fp32")
     with pytest.raises(sparse_attn.InvalidCall, match="store: slots: expected no slot twice"):
         sparse_attn.store(torch.randn(2, 2, 20), plane, torch.tensor([3, 3]), format="fp32")
-    monkeypatch.undo()
-    library.forget()
 
 
 def test_the_reference_quantises_as_its_docstring_says() -> None:
     rows = torch.tensor([[1.0, -127.0, 63.5, 0.5], [0.0, 0.0, 0.0, 0.0], [2.0**-24, 0, 0, 0]])
-    stored, scale = reference.quantise_int8(rows)
+    parts = codecs.encode(layout.FORMATS["int8"].codec, rows)
+    stored, scale = parts["values"].view(torch.int8), parts["scales"].view(torch.half)[:, 0]
     assert stored[0].tolist() == [1, -127, 64, 0] and scale[0] == 1  # halves go to even
     assert stored[1].tolist() == [0] * 4 and scale[1] == 0
     assert scale[2] == 2.0**-24 and stored[2].tolist() == [1, 0, 0, 0]  # rounded up to the smallest float16

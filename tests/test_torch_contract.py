@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.library import opcheck
 
 import sparse_attn
-from sparse_attn import library
+from sparse_attn import layout, library
 from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.convert import Convert
+from sparse_attn.ops.load import Load
+from sparse_attn.ops.merge import Merge
 from sparse_attn.ops.select import Select
 from sparse_attn.ops.select_merge import SelectMerge
 from sparse_attn.ops.store import Store
@@ -37,6 +40,29 @@ def window() -> tuple[tuple, dict]:
     table = kwargs["page_table"]
     return leading, dict(
         win=torch.randn(24, 4, 1, 16), win_page_table=table, win_format="fp32", window=3, sinks=torch.randn(4)
+    )
+
+
+def packed() -> tuple[tuple, dict]:
+    """V4.1: a planar and an interleaved plane, one softmax."""
+    leading, kwargs = gqa()
+    leading = (torch.randn(5, 4, 512), *leading[1:4], 512, *leading[5:])
+    planes = {}
+    for name, format in (("kv", "fp4_v41_planar"), ("win", "fp8_v41")):
+        plane = torch.zeros(layout.FORMATS[format].shape(26, 4, 1, 512), dtype=torch.uint8)
+        sparse_attn.store(torch.randn(104, 1, 512), plane, torch.arange(104), format=format, page_size=4)
+        planes[name] = plane
+    table = kwargs["page_table"]
+    return leading, dict(
+        **planes,
+        page_table=table,
+        format="fp4_v41_planar",
+        page_size=4,
+        win_page_table=table,
+        win_format="fp8_v41",
+        window=3,
+        sinks=torch.randn(4),
+        return_lse=True,
     )
 
 
@@ -75,7 +101,7 @@ def test_opcheck_select_merge() -> None:
     opcheck(OPS.select_merge.out, leading, dict(kwargs, **outputs))
 
 
-@pytest.mark.parametrize("call", [gqa, window], ids=["main", "window"])
+@pytest.mark.parametrize("call", [gqa, window, packed], ids=["main", "window", "packed"])
 def test_opcheck_attend(call) -> None:
     leading, kwargs = call()
     opcheck(OPS.attend.default, leading, kwargs)
@@ -84,14 +110,43 @@ def test_opcheck_attend(call) -> None:
     opcheck(OPS.attend.out, leading, dict(kwargs, out=out, lse=lse))
 
 
-@pytest.mark.parametrize("format", ["fp32", "int8", "int8_index_h"])
-def test_opcheck_store(format: str) -> None:
-    rows, slots = torch.randn(3, 2, 16), torch.tensor([5, -1, 2])
-    if format == "fp32":
-        kwargs = dict(plane=torch.zeros(3, 4, 2, 16), scale=None)
-    else:
-        kwargs = dict(plane=torch.zeros(3, 4, 2, 16, dtype=torch.int8), scale=torch.zeros(3, 4, 2, dtype=torch.half))
-    opcheck(OPS.store.default, (rows, kwargs["plane"], slots), dict(scale=kwargs["scale"], format=format))
+def plane_of(format: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows, a plane of 3 pages of 4 entries, and its scales."""
+    f = layout.FORMATS[format]
+    rows = torch.randn(3, 1 if f.packed else 2, f.dim or 16)
+    plane = torch.zeros(f.shape(3, 4, rows.shape[1], rows.shape[2]), dtype=getattr(torch, f.dtype))
+    return rows, plane, (torch.zeros(3, 4, 2, dtype=torch.half) if f.scale_dtype else None)
+
+
+FORMATS = ["fp32", "int8", "int8_index_h", "int4_index_h", "fp8_v32", "fp8_v4_planar", "fp4_index"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_opcheck_store_and_load(format: str) -> None:
+    rows, plane, scale = plane_of(format)
+    slots = torch.tensor([5, -1, 2])
+    kwargs = dict(scale=scale, format=format, page_size=4)
+    opcheck(OPS.store.default, (rows, plane, slots), kwargs)
+    opcheck(OPS.load.default, (plane, slots), kwargs)
+    opcheck(OPS.load.default, (plane, slots), dict(kwargs, dtype=torch.bfloat16))
+    opcheck(OPS.load.out, (plane, slots), dict(kwargs, out=torch.empty(3, *rows.shape[1:])))
+
+
+@pytest.mark.parametrize("formats", [("fp8_v41", "fp8_v41_planar"), ("fp32", "int8"), ("int8", "int8_index_h")])
+def test_opcheck_convert(formats: tuple[str, str]) -> None:
+    (_, src, src_scale), (_, dst, dst_scale) = map(plane_of, formats)
+    kwargs = dict(src_scale=src_scale, dst_scale=dst_scale, src_format=formats[0], dst_format=formats[1])
+    kwargs |= dict(src_page_size=4, dst_page_size=4)
+    opcheck(OPS.convert.default, (src, dst), kwargs)
+    slots = torch.tensor([5, -1, 2])
+    opcheck(OPS.convert.default, (src, dst, slots, slots), kwargs)
+
+
+def test_opcheck_merge() -> None:
+    outs, lses = torch.randn(3, 5, 4, 16), torch.randn(3, 5, 4)
+    kwargs = dict(sinks=torch.randn(4), base="2")
+    opcheck(OPS.merge.default, (outs, lses), kwargs)
+    opcheck(OPS.merge.out, (outs, lses), dict(kwargs, out=torch.empty(5, 4, 16), lse=torch.empty(5, 4)))
 
 
 def test_out_variant_gives_the_same_bits() -> None:
@@ -100,6 +155,15 @@ def test_out_variant_gives_the_same_bits() -> None:
     out2, lse2 = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
     assert OPS.attend.out(*leading, **kwargs, out=out2, lse=lse2) is None
     assert torch.equal(out, out2) and torch.equal(lse, lse2)
+    outs, lses = torch.stack([out, out2]), torch.stack([lse, lse2])
+    joined = OPS.merge(outs, lses)
+    assert OPS.merge.out(outs, lses, out=out2, lse=lse2) is None
+    assert torch.equal(joined[0], out2) and torch.equal(joined[1], lse2)
+    _, plane, _ = plane_of("fp8_v41")
+    slots = torch.tensor([5, 2])
+    rows, rows2 = OPS.load(plane, slots, format="fp8_v41"), torch.full((2, 1, 512), float("nan"))
+    assert OPS.load.out(plane, slots, format="fp8_v41", out=rows2) is None
+    assert torch.equal(rows, rows2)
 
 
 def test_out_variants_of_selections_give_the_same_bits() -> None:
@@ -185,6 +249,25 @@ def test_store_then_attend_compiles() -> None:
     assert torch.equal(compiled, expected) and torch.equal(compiled_plane, plane)
 
 
+def test_every_op_compiles_in_one_graph() -> None:
+    """Rows into an interleaved plane, over into a planar one, read back, and two parts merged."""
+
+    def step(rows: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        sparse_attn.store(rows, a, slots, format="fp8_v41")
+        sparse_attn.convert(a, b, src_format="fp8_v41", dst_format="fp8_v41_planar", dst_page_size=4)
+        read = sparse_attn.load(b, slots, format="fp8_v41_planar", page_size=4)
+        return sparse_attn.merge(torch.stack([rows, read]), torch.zeros(2, *rows.shape[:2]))
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (2, 3, 5):
+        rows, slots = torch.randn(tokens, 1, 512), torch.randperm(12)[:tokens]
+        a, b = (plane_of(f)[1] for f in ("fp8_v41", "fp8_v41_planar"))
+        c, d = a.clone(), b.clone()
+        for got, expected in zip(compiled(rows, a, b, slots), step(rows, c, d, slots), strict=True):
+            assert torch.equal(got, expected)
+        assert torch.equal(a, c) and torch.equal(b, d) and a.any() and b.any()
+
+
 def test_exports_with_dynamic_tokens() -> None:
     leading, kwargs = gqa(6, 2)
 
@@ -236,17 +319,28 @@ def test_fakes_share_the_check() -> None:
         sparse_attn.InvalidCall, match="attend: indices: expected int32 .T, Hi, K. with T = 5, got int32 .4, 2, 4."
     ):
         OPS.attend(*meta, **dict(meta_kwargs, indices=meta_kwargs["indices"][:4]))
+    plane = torch.empty(3, 2048, dtype=torch.uint8, device="meta")
+    slots = torch.empty(7, dtype=torch.int64, device="meta")
+    rows = OPS.load(plane, slots, format="fp8_v41_planar", page_size=3, dtype=torch.bfloat16)
+    assert rows.shape == (7, 1, 512) and rows.dtype == torch.bfloat16 and rows.device.type == "meta"
+    with pytest.raises(sparse_attn.InvalidCall, match="load: plane: expected uint8 .* with page_bytes = 2560"):
+        OPS.load(plane, slots, format="fp8_v41_planar", page_size=4)
+    joined, joined_lse = OPS.merge(torch.empty(2, 5, 3, 8, device="meta"), torch.empty(2, 5, 3, device="meta"))
+    assert joined.shape == (5, 3, 8) and joined_lse.shape == (5, 3)
 
 
-@pytest.mark.parametrize(
-    ("public", "arguments"),
-    [
-        (sparse_attn.attend, Attend),
-        (sparse_attn.select, Select),
-        (sparse_attn.select_merge, SelectMerge),
-        (sparse_attn.store, Store),
-    ],
-)
+CARDS = [
+    (sparse_attn.attend, Attend),
+    (sparse_attn.convert, Convert),
+    (sparse_attn.load, Load),
+    (sparse_attn.merge, Merge),
+    (sparse_attn.select, Select),
+    (sparse_attn.select_merge, SelectMerge),
+    (sparse_attn.store, Store),
+]
+
+
+@pytest.mark.parametrize(("public", "arguments"), CARDS, ids=lambda x: x.__name__)
 def test_one_signature(public, arguments) -> None:
     """Schema, argument tuple and public function agree in names, order and defaults."""
     schema = getattr(OPS, public.__name__).default._schema
@@ -266,9 +360,8 @@ def test_resolve_runs_without_the_router() -> None:
     out, lse = torch.empty_like(leading[0]), torch.empty(leading[0].shape[:2])
     impl.run(Attend(*leading, **kwargs), out, lse)
     assert torch.equal(out, OPS.attend(*leading, **kwargs)[0])
-    with pytest.raises(
-        ValueError, match="resolve: name: expected one of attend, select, select_merge, store, got 'attention'"
-    ):
+    known = ", ".join(public.__name__ for public, _ in CARDS)
+    with pytest.raises(ValueError, match=f"resolve: name: expected one of {known}, got 'attention'"):
         sparse_attn.resolve("attention")
 
 

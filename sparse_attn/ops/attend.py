@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .. import layout, library
 from ..checks import (
-    describe,
     expect,
     expect_batch,
     expect_format,
@@ -24,6 +23,7 @@ from ..registry import Call
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEADS = 128
+WINDOW_FORMATS = tuple(name for name in layout.names("kv") if layout.FORMATS[name].scale_dtype is None)
 
 _ARGUMENTS = (
     "Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, float scale, int v_dim, SymInt max_seqlen_q, "
@@ -76,9 +76,21 @@ class Attend(NamedTuple):
 
     @property
     def kv_heads(self) -> int:
-        plane = self.win if self.kv is None else self.kv
-        assert plane is not None, "check() admits no call without a plane"
-        return plane.shape[2]
+        return self.main_paging[2] or self.window_paging[2]
+
+    @property
+    def main_paging(self) -> tuple[int, int, int]:
+        """Pages, entries a page and heads of the main plane; zeros without it."""
+        return (0, 0, 0) if self.kv is None else layout.FORMATS[self.format].paging(self.kv.shape, self.page_size)
+
+    @property
+    def window_paging(self) -> tuple[int, int, int]:
+        """The same of the window plane."""
+        return (
+            (0, 0, 0)
+            if self.win is None
+            else layout.FORMATS[self.win_format].paging(self.win.shape, self.win_page_size)
+        )
 
     @property
     def value_format(self) -> str:
@@ -109,11 +121,6 @@ def _int32(
     expect_tensor("attend", name, t, axes, shape, ("int32",), device, strides)
 
 
-def _check_page_size(name: str, given: int, plane: Tensor) -> None:
-    expect(plane.shape[1] >= 1, "attend", name, "pages of at least 1 entry (axis 1 of the plane)", describe(plane))
-    expect(given in (0, plane.shape[1]), "attend", name, f"0 or the plane's {plane.shape[1]}", given)
-
-
 def _check_main(a: Attend, batch: int) -> None:
     if a.kv is None:
         given = {
@@ -133,23 +140,24 @@ def _check_main(a: Attend, batch: int) -> None:
     kv_format = expect_format("attend", "format", a.format, layout.names("kv"))
     rope_dim = 0
     if a.kv_rope is not None:
+        expect(not kv_format.packed, "attend", "kv_rope", f"None, as rows of format {a.format!r} are whole", "a tensor")
         plain = tuple(layout.FORMATS[f].dtype for f in layout.PLAIN_FORMATS)
         axes = "pages, page_size, heads, rope"
         expect_tensor("attend", "kv_rope", a.kv_rope, axes, (*a.kv.shape[:3], None), plain, device)
         rope_dim = a.kv_rope.shape[3]
-    row = (None, None, None, qk_dim - rope_dim)
-    expect_plane("attend", "kv", a.kv, kv_format, row, device, a.kv_scale, "kv_scale")
-    _check_page_size("page_size", a.page_size, a.kv)
+    row_dim = qk_dim - rope_dim
+    page_size = ("page_size", a.page_size)
+    expect_plane("attend", "kv", a.kv, kv_format, None, row_dim, device, page_size, ("kv_scale", a.kv_scale))
     if a.v is None:
         expect(not a.v_format, "attend", "v_format", "'' without v", repr(a.v_format))
         expect(a.v_scale is None, "attend", "v_scale", "None without v", "a tensor")
-        expect(
-            a.v_dim <= a.kv.shape[3], "attend", "v_dim", f"at most the {a.kv.shape[3]} elements of a kv row", a.v_dim
-        )
+        expect(a.v_dim <= row_dim, "attend", "v_dim", f"at most the {row_dim} elements of a kv row", a.v_dim)
     else:
-        v_format = expect_format("attend", "v_format", a.value_format, layout.names("kv"))
-        shape = (*a.kv.shape[:3], a.v_dim)
-        expect_plane("attend", "v", a.v, v_format, shape, device, a.v_scale, "v_scale")
+        expect(not kv_format.packed, "attend", "v", f"None, as rows of format {a.format!r} hold the values", "a tensor")
+        v_format = expect_format("attend", "v_format", a.value_format, layout.names("kv", packed=False))
+        expect_plane("attend", "v", a.v, v_format, None, a.v_dim, device, page_size, ("v_scale", a.v_scale))
+        axes, shape = "pages, page_size, heads, row", (*a.kv.shape[:3], None)
+        expect_tensor("attend", "v", a.v, axes, shape, (v_format.dtype,), device)
     if a.page_table is None:
         raise refuse("attend", "page_table", "int32 [B, max_pages] for the main plane", "None")
     _int32("page_table", a.page_table, "B, max_pages", (batch, None), device, "row")
@@ -163,7 +171,7 @@ def _check_main(a: Attend, batch: int) -> None:
         return
     _int32("indices", a.indices, "T, Hi, K", (tokens, None, None), device, "any")
     heads = a.indices.shape[1]
-    kv_heads = a.kv.shape[2]
+    kv_heads = a.kv_heads
     expect(
         heads == 1 or heads in (kv_heads, q_heads),
         "attend",
@@ -183,10 +191,10 @@ def _check_window(a: Attend, batch: int) -> None:
         expect(a.window == 0, "attend", "window", "0 without a window plane", a.window, "pass win, or kv_range for kv")
         return
     device, (tokens, _, qk_dim) = a.q.device, a.q.shape
-    win_format = expect_format("attend", "win_format", a.win_format, layout.PLAIN_FORMATS)
-    heads = None if a.kv is None else a.kv.shape[2]
-    expect_plane("attend", "win", a.win, win_format, (None, None, heads, qk_dim), device, None, "win_scale")
-    _check_page_size("win_page_size", a.win_page_size, a.win)
+    win_format = expect_format("attend", "win_format", a.win_format, WINDOW_FORMATS)
+    heads = None if a.kv is None else a.main_paging[2]
+    page_size = ("win_page_size", a.win_page_size)
+    expect_plane("attend", "win", a.win, win_format, heads, qk_dim, device, page_size, ("win_scale", None))
     expect(a.v_dim <= qk_dim, "attend", "v_dim", f"at most the {qk_dim} elements of a win row", a.v_dim)
     if a.win_page_table is None:
         raise refuse("attend", "win_page_table", "int32 [B, max_pages] for the window plane", "None")
@@ -239,8 +247,8 @@ def facts(a: Attend) -> Call:
             ("qk_dim", a.q.shape[2]),
             ("rope_dim", 0 if a.kv_rope is None else a.kv_rope.shape[3]),
             ("v_dim", a.v_dim),
-            ("page_size", 0 if a.kv is None else a.kv.shape[1]),
-            ("win_page_size", 0 if a.win is None else a.win.shape[1]),
+            ("page_size", a.main_paging[1]),
+            ("win_page_size", a.window_paging[1]),
             ("ratio", a.ratio),
             ("index_heads", 0 if a.indices is None else a.indices.shape[1]),
             ("selected", 0 if a.indices is None else a.indices.shape[2] * a.select_block),
@@ -363,15 +371,17 @@ def attend(
         scale: factor of the scores; never derived.
         v_dim: elements of an output row.
         max_seqlen_q, max_seq_len: host bounds of query rows a sequence and of ``seq_lens``.
-        kv: main plane ``[pages, page_size, Hkv, D - Dr]`` in ``format``. Any strides but in the last axis: a view into
-            a larger pool is read in place.
+        kv: main plane ``[pages, page_size, Hkv, D - Dr]`` in ``format``, or uint8 in the shape of a packed format
+            (``docs/formats.md``), whose rows hold all of the key. Any strides but in the last axis: a view into a
+            larger pool is read in place.
         kv_rope: the last ``Dr`` elements of each key where they are stored apart, ``[pages, page_size, Hkv, Dr]``.
-        v: values ``[pages, page_size, Hkv, v_dim]`` in ``v_format`` (default: ``format``). None: the first ``v_dim``
-            elements of each kv row.
+        v: values ``[pages, page_size, Hkv, v_dim]`` in ``v_format`` (default: ``format``), which is no packed one.
+            None: the first ``v_dim`` elements of each kv row.
         kv_scale, v_scale: float16 ``[pages, page_size, Hkv]`` for format ``int8``.
         page_table: int32 ``[B, max_pages]``, physical page of each logical page of the main plane.
         format, v_format, win_format: names in ``sparse_attn.layout.FORMATS``.
-        page_size, win_page_size: 0, or the plane's own as a check.
+        page_size, win_page_size: entries of a page of a planar plane, which does not show them. Else 0, or the plane's
+            own as a check.
         ratio: tokens an entry of the main plane stands for.
         kv_range: int32 ``[T, 2]``, visible entries ``[lo, hi)`` of each row. None: ``[0, (p + 1) // ratio)``, or every
             entry of the sequence if not causal.
@@ -380,8 +390,8 @@ def attend(
             visible entries.
         index_counts: int32 ``[T, Hi]``, how many leading indices of a row count. None: K.
         select_block: entries an index stands for. Block ``b`` is clipped to the visible range.
-        win: window plane ``[pages, page_size, Hkv, D]`` in ``win_format``, one entry a token, values in the first
-            ``v_dim`` elements.
+        win: window plane ``[pages, page_size, Hkv, D]`` in ``win_format``, plain or packed, one entry a token, values
+            in the first ``v_dim`` elements.
         win_page_table: int32 ``[B, max_pages]`` of the window plane; columns outside the ranges are never read.
         window: tokens ``[p - window + 1, p]`` are attended in the window plane.
         win_range: int32 ``[T, 2]``, explicit range of token positions instead of ``window``.

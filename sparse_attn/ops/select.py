@@ -79,6 +79,11 @@ class Select(NamedTuple):
     backend: str = "auto"
 
     @property
+    def paging(self) -> tuple[int, int, int]:
+        """Pages, entries a page and heads of the index plane."""
+        return layout.FORMATS[self.format].paging(self.keys.shape, self.page_size)
+
+    @property
     def strides(self) -> int:
         """Strides of ``ratio`` tokens that an entry covers."""
         return (self.span or self.ratio) // self.ratio
@@ -111,12 +116,11 @@ def check(a: Select) -> None:
     if a.weights is not None:
         expect_tensor("select", "weights", a.weights, "T, Hi", (tokens, heads), QUERY_DTYPES, device)
     batch = expect_batch("select", a.q, a.cu_seqlens_q, a.seq_lens)
-    key_format = expect_format("select", "format", a.format, layout.names("kv") + layout.names("index"))
-    row = (None, None, None, 2 * dim if a.bounds else dim)
-    expect_plane("select", "keys", a.keys, key_format, row, device, a.key_scale, "key_scale")
-    page, key_heads = a.keys.shape[1:3]
-    expect(page >= 1, "select", "page_size", "pages of at least 1 entry (axis 1 of keys)", page)
-    expect(a.page_size in (0, page), "select", "page_size", f"0 or the {page} of keys", a.page_size)
+    key_format = expect_format("select", "format", a.format, tuple(layout.FORMATS))
+    key_dim = 2 * dim if a.bounds else dim
+    page_size, scale = ("page_size", a.page_size), ("key_scale", a.key_scale)
+    expect_plane("select", "keys", a.keys, key_format, None, key_dim, device, page_size, scale)
+    key_heads = a.paging[2]
     expect(key_heads >= 1 and heads % key_heads == 0, "select", "q", f"a multiple of the {key_heads} key heads", heads)
     ok = a.out_heads >= 1 and heads % a.out_heads == 0
     expect(ok, "select", "out_heads", f"a divisor of the {heads} query heads", a.out_heads)
@@ -191,6 +195,7 @@ def check_values(a: Select) -> None:
 
 def facts(a: Select) -> Call:
     """What the choice of a kernel depends on."""
+    _, page_size, key_heads = a.paging
     return Call(
         "select",
         a.q.device.type,
@@ -198,10 +203,10 @@ def facts(a: Select) -> Call:
             ("dtype", dtype_name(a.q.dtype)),
             ("format", a.format),
             ("q_heads", a.q.shape[1]),
-            ("key_heads", a.keys.shape[2]),
+            ("key_heads", key_heads),
             ("out_heads", a.out_heads),
             ("dim", a.q.shape[2]),
-            ("page_size", a.keys.shape[1]),
+            ("page_size", page_size),
             ("ratio", a.ratio),
             ("strides", a.strides),
             ("bounds", a.bounds),
@@ -383,14 +388,15 @@ def select(
         cu_seqlens_q: int32 ``[B + 1]``, first row of each sequence, starting at 0. Rows from ``cu_seqlens_q[B]`` on are
             padding.
         seq_lens: int32 ``[B]``, tokens of each sequence, this step included.
-        keys: index plane ``[pages, page_size, Hk, D]`` in ``format``. Any strides but in the last axis.
+        keys: index plane ``[pages, page_size, Hk, D]`` in ``format``, or uint8 in the shape of a packed format
+            (``docs/formats.md``), which has one head. Any strides but in the last axis.
         page_table: int32 ``[B, max_pages]``, physical page of each logical page of ``keys``.
         k: places in a list.
         scale: factor of the scores, above 0.
         max_seqlen_q, max_seq_len: host bounds of query rows a sequence and of ``seq_lens``.
-        key_scale: float16 ``[pages, page_size, Hk]`` for formats with scales.
+        key_scale: float16 ``[pages, page_size, Hk]`` for formats with a scale plane.
         format: a name in ``sparse_attn.layout.FORMATS``.
-        page_size: 0, or the plane's own as a check.
+        page_size: entries of a page of a planar plane. Else 0, or the plane's own as a check.
         ratio: tokens from one entry to the next.
         span: tokens an entry covers, a multiple of ``ratio``; 0: ``ratio``.
         bounds: a key row holds lower and upper bounds side by side, ``[pages, page_size, Hk, 2 * D]``, and ``x_h`` is

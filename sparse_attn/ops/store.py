@@ -22,22 +22,29 @@ class Store(NamedTuple):
     slots: Tensor
     scale: Tensor | None = None
     format: str = "bf16"
+    page_size: int = 0
     backend: str = "auto"
+
+    @property
+    def paging(self) -> tuple[int, int, int]:
+        """Pages, entries a page and heads of the plane."""
+        return layout.FORMATS[self.format].paging(self.plane.shape, self.page_size)
 
 
 def check(a: Store) -> None:
     """Raise ``InvalidCall`` if shapes, dtypes, devices or options break the contract."""
     expect_tensor("store", "rows", a.rows, "T, H, D", (None, None, None), ROW_DTYPES, a.rows.device)
     tokens, heads, dim = a.rows.shape
-    format = expect_format("store", "format", a.format, layout.names("kv") + layout.names("index"))
-    expect_plane("store", "plane", a.plane, format, (None, None, heads, dim), a.rows.device, a.scale, "scale")
-    expect(a.plane.shape[1] >= 1, "store", "plane", "pages of at least 1 entry (axis 1)", a.plane.shape[1])
+    format = expect_format("store", "format", a.format, tuple(layout.FORMATS))
+    page_size, scale = ("page_size", a.page_size), ("scale", a.scale)
+    expect_plane("store", "plane", a.plane, format, heads, dim, a.rows.device, page_size, scale)
     expect_tensor("store", "slots", a.slots, "T", (tokens,), ("int64",), a.rows.device, "all")
 
 
 def check_values(a: Store) -> None:
     """Raise ``InvalidCall`` for a slot past the plane, or for two rows that go to one slot."""
-    end = a.plane.shape[0] * a.plane.shape[1]
+    pages, page_size, _ = a.paging
+    end = pages * page_size
     used = a.slots[a.slots >= 0]
     expect(bool((used < end).all()), "store", "slots", f"less than pages * page_size = {end}", f"{a.slots.tolist()}")
     expect(used.unique().numel() == used.numel(), "store", "slots", "no slot twice", f"{a.slots.tolist()}")
@@ -54,7 +61,7 @@ def facts(a: Store) -> Call:
             ("format", a.format),
             ("kv_heads", heads),
             ("dim", dim),
-            ("page_size", a.plane.shape[1]),
+            ("page_size", a.paging[1]),
         ),
     )
 
@@ -73,7 +80,7 @@ def _fake(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
 library.define(
     _op,
     "store(Tensor rows, Tensor(a!) plane, Tensor slots, *, Tensor(b!)? scale=None, "
-    'str format="bf16", str backend="auto") -> ()',
+    'str format="bf16", int page_size=0, str backend="auto") -> ()',
     _kernel,
     _fake,
 )
@@ -86,25 +93,27 @@ def store(
     *,
     scale: Tensor | None = None,
     format: str = "bf16",
+    page_size: int = 0,
     backend: str = "auto",
 ) -> None:
-    """Write ``rows`` into ``plane`` in place, converted to the plane's format.
+    """Write ``rows`` into ``plane`` in place, quantised as the plane's format says (``docs/formats.md``).
 
-    Formats with scales (``int8``, ``int8_index_h``) quantise each row of each head by itself:
-    ``scale = float16(amax / 127)``, rounded up, ``stored = clamp(round_half_even(row / scale), -127, 127)``. A row with
-    a non-finite element gets a non-finite scale, so that reading it shows the fault.
+    Every row of every head is quantised by itself, to nearest, ties to even. A group with a non-finite element, or with
+    more than its scale can express, gets a scale that is not finite, so that reading it shows the fault.
 
     Args (T rows, H heads; every tensor on one device):
         rows: float32, bfloat16 or float16 ``[T, H, D]``.
-        plane: ``[pages, page_size, H, D]`` in ``format``, any strides but in the last axis.
+        plane: ``[pages, page_size, H, D]`` in ``format``, or uint8 in the shape of a packed format, which has one head
+            and its own D. Any strides but in the last axis.
         slots: int64 ``[T]``, ``page * page_size + offset`` of each row; a negative slot skips its row. Two rows in one
             slot are the caller's error (``SPARSE_ATTN_CHECKS=debug`` finds it).
-        scale: float16 ``[pages, page_size, H]`` for formats with scales.
+        scale: float16 ``[pages, page_size, H]`` for formats with a scale plane.
         format: a name in ``sparse_attn.layout.FORMATS``.
+        page_size: entries of a page of a planar plane. Else 0, or the plane's own as a check.
         backend: ``"auto"``, or a name, which then runs or refuses.
 
     Raises:
         InvalidCall: an argument breaks the contract, or a slot lies past the plane.
         NoBackend: no kernel can run the call.
     """
-    torch.ops.sparse_attn.store(rows, plane, slots, scale=scale, format=format, backend=backend)
+    torch.ops.sparse_attn.store(rows, plane, slots, scale=scale, format=format, page_size=page_size, backend=backend)

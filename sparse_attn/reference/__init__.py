@@ -5,28 +5,37 @@ Written to be read. It runs anywhere, is slow, and is what every kernel is teste
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from ..registry import Impl
 from .attend import attend
+from .convert import convert
+from .load import load
+from .merge import merge
 from .select import select
 from .select_merge import select_merge
-from .store import quantise_int8, store
+from .store import store
 
-__all__ = ["IMPLS", "attend", "quantise_int8", "select", "select_merge", "store"]
+__all__ = ["IMPLS", "attend", "convert", "load", "merge", "select", "select_merge", "store"]
+
+OUTPUTS = {"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)}
+"""Error of an output row, by its dtype."""
 
 SCORES = dict.fromkeys(("float32", "bfloat16", "float16"), (2e-6, 2e-6))
 """Error of a score, by the dtype of the queries."""
 
-# priority below every kernel: registry.choose tries the reference last
+
+def _impl(run: Callable[..., None], tolerance: Mapping[str, tuple[float, float]] | None = None) -> Impl:
+    # priority below every kernel: registry.choose tries the reference last
+    return Impl(run.__name__, "reference", limits={}, run=run, tolerance=tolerance or {}, priority=-1)
+
+
 IMPLS = (
-    Impl(
-        "attend",
-        "reference",
-        limits={},
-        run=attend,
-        tolerance={"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
-        priority=-1,
-    ),
-    Impl("select", "reference", limits={}, run=select, tolerance=SCORES, priority=-1),
-    Impl("select_merge", "reference", limits={}, run=select_merge, priority=-1),
-    Impl("store", "reference", limits={}, run=store, priority=-1),
+    _impl(attend, OUTPUTS),
+    _impl(convert),
+    _impl(load),
+    _impl(merge, OUTPUTS),
+    _impl(select, SCORES),
+    _impl(select_merge),
+    _impl(store),
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..planes import Plane
 from .rows import query_rows, read, where
 
 if TYPE_CHECKING:
@@ -84,16 +85,17 @@ def visible(entries: Tensor, low: int, high: int) -> Tensor:
 def read_main(a: Attend, b: int, entries: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
     """Keys and values of entries of the main plane."""
     assert a.kv is not None and a.page_table is not None
-    at = where("attend", a.page_table[b], entries, a.kv, "page_table", b)
-    rows = read(a.kv, a.kv_scale, at, kv_head)
-    keys = rows if a.kv_rope is None else torch.cat([rows, read(a.kv_rope, None, at, kv_head)], dim=-1)
-    values = rows[:, : a.v_dim] if a.v is None else read(a.v, a.v_scale, at, kv_head)
+    plane = Plane(a.kv, a.format, a.kv_scale, a.page_size)
+    at = where("attend", a.page_table[b], entries, plane, "page_table", b)
+    rows = read(plane, at, kv_head)
+    keys = rows if a.kv_rope is None else torch.cat([rows, a.kv_rope[:, :, kv_head][at].double()], dim=-1)
+    values = rows[:, : a.v_dim] if a.v is None else read(Plane(a.v, a.value_format, a.v_scale), at, kv_head)
     return keys, values
 
 
 def read_window(a: Attend, b: int, entries: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
     """Keys and values of entries of the window plane."""
     assert a.win is not None and a.win_page_table is not None
-    at = where("attend", a.win_page_table[b], entries, a.win, "win_page_table", b)
-    rows = read(a.win, None, at, kv_head)
+    plane = Plane(a.win, a.win_format, None, a.win_page_size)
+    rows = read(plane, where("attend", a.win_page_table[b], entries, plane, "win_page_table", b), kv_head)
     return rows, rows[:, : a.v_dim]

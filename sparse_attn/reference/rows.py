@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import layout
 from ..checks import expect, refuse
+from ..planes import Plane
 
 
 class Batch(Protocol):
@@ -43,11 +44,11 @@ def query_rows(op: str, a: Batch) -> Iterator[tuple[int, int, int]]:
                 yield t, b, position
 
 
-def where(op: str, table: Tensor, entries: Tensor, plane: Tensor, name: str, b: int) -> tuple[Tensor, Tensor]:
+def where(op: str, table: Tensor, entries: Tensor, plane: Plane, name: str, b: int) -> tuple[Tensor, Tensor]:
     """Page and offset of entries of sequence ``b``, refused where the table has no page for them."""
     if len(entries) == 0:
         return entries, entries
-    pages, page_size = plane.shape[:2]
+    pages, page_size = plane.pages, plane.page_size
     last = int(entries.max())
     if last >= len(table) * page_size:
         expected = f"a page for entry {last} of sequence {b}"
@@ -59,8 +60,12 @@ def where(op: str, table: Tensor, entries: Tensor, plane: Tensor, name: str, b: 
     return page, offset
 
 
-def read(plane: Tensor, scale: Tensor | None, at: tuple[Tensor, Tensor], head: int) -> Tensor:
+def read(plane: Plane, at: tuple[Tensor, Tensor], head: int) -> Tensor:
     """Rows of one head as float64."""
-    page, offset = at
-    rows = plane[page, offset, head].double()
-    return rows if scale is None else rows * scale[page, offset, head, None].double()
+    return plane.rows(at, slice(head, head + 1))[:, 0].double()
+
+
+def inside(op: str, name: str, slots: Tensor, plane: Plane) -> None:
+    """Refuse slots past the plane."""
+    last = int(slots.max()) if len(slots) else -1
+    expect(last < plane.slots, op, name, f"less than pages * page_size = {plane.slots}", last)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..planes import Plane
 from .rows import query_rows, read, where
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def best_blocks(a: Select, scores: dict[int, float], newest: int) -> list[int]:
 def unit_scores(a: Select, t: int, b: int, head: int, entries: range | list[int], units: range) -> dict[int, float]:
     """Scores of the units that hold one of ``entries``, rounded to float32; a NaN is -inf."""
     numbers = torch.tensor([*entries], dtype=torch.int64, device=a.q.device)
-    at = where("select", a.page_table[b], numbers, a.keys, "page_table", b)
+    at = where("select", a.page_table[b], numbers, key_plane(a), "page_table", b)
     if a.block == a.strides == 1:
         return dict(zip(entries, as_numbers(entry_scores(a, t, head, at)).float().tolist(), strict=True))
     place = {e: i for i, e in enumerate(entries)}
@@ -136,14 +137,15 @@ def entry_scores(
     """Score of each entry, or of the mean key of each group of entries, for one list."""
     size = a.q.shape[1] // a.out_heads
     heads = range(head * size, (head + 1) * size)
-    planes: dict[int, Tensor] = {}
+    plane = key_plane(a)
+    keys: dict[int, Tensor] = {}
     products = []
     for h in heads:
-        key_head = h * a.keys.shape[2] // a.q.shape[1]
-        if key_head not in planes:
-            rows = read(a.keys, a.key_scale, at, key_head)
-            planes[key_head] = rows if groups is None else torch.stack([rows[g].mean(0) for g in groups])
-        products.append(product(a, a.q[t, h].double(), planes[key_head]))
+        key_head = h * plane.heads // a.q.shape[1]
+        if key_head not in keys:
+            rows = read(plane, at, key_head)
+            keys[key_head] = rows if groups is None else torch.stack([rows[g].mean(0) for g in groups])
+        products.append(product(a, a.q[t, h].double(), keys[key_head]))
     x = rounded(a, torch.stack(products))
     if a.score == "softmax_sum":
         x = a.scale * x
@@ -154,6 +156,10 @@ def entry_scores(
         x = rounded(a, x * a.weights[t, heads.start : heads.stop, None].double())
     total = x.amax(0) if a.score == "max" else x.sum(0)
     return total if a.score == "softmax_sum" else rounded(a, a.scale * total)
+
+
+def key_plane(a: Select) -> Plane:
+    return Plane(a.keys, a.format, a.key_scale, a.page_size)
 
 
 def product(a: Select, q: Tensor, keys: Tensor) -> Tensor:
