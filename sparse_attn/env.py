@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # its identity is its hash: one is looked up in every call
 class Variable:
     name: str
     values: tuple[str, ...]

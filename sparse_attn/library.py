@@ -1,21 +1,23 @@
-"""The only user of ``torch.library``: defines an op, its fake, and the router that sends a call to a kernel.
+"""The only user of ``torch.library``: defines an op from its card, with its fakes and its overload ``out``, and the
+router that sends a call to a kernel.
 
 The choice is made below the schema, so a direct caller of ``torch.ops.sparse_attn`` gets the same checks as a caller of
-the public function, and a compiled or exported graph holds one op whatever kernel runs it. Checks and choice depend on
-shapes, dtypes, devices and options only; both are remembered under those, so a repeated kind of call pays for one
-dictionary look-up.
+the public function, and a compiled or exported graph holds one op whatever kernel runs it. Checks, choice and outputs
+depend on shapes, dtypes, devices and options only; they are remembered under those, so a repeated kind of call pays for
+one dictionary look-up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from . import env, registry
+from .checks import dtype_name, expect, expect_tensor
 
 _library = torch.library.Library("sparse_attn", "DEF")
 _DEVICE_KEYS = ("CPU", "CUDA", "PrivateUse1")
@@ -23,29 +25,57 @@ _MEMO_ENTRIES = 4096
 
 
 class Arguments(Protocol):
-    """The argument tuple of an op: a NamedTuple with the schema's names and defaults."""
+    """The argument tuple of an op: a NamedTuple with the schema's names and defaults, a tensor first."""
 
     @property
     def backend(self) -> str: ...
 
 
 @dataclass(frozen=True)
+class Return:
+    """A tensor that an op returns, or fills where the caller passes it to the overload ``out``."""
+
+    name: str
+    axes: str
+    """Names of its axes, for messages."""
+    when: str = ""
+    """What asks for it; empty: it is always there."""
+
+
+class Output(NamedTuple):
+    """A tensor that a call returns. Where it is not wanted, kernels get None, and callers a tensor of shape ``[0]``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wanted: bool = True
+
+
+def _no_outputs(a: Any) -> tuple[Output, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
 class Op:
-    """One op: its argument tuple and the rules that every backend shares."""
+    """The card of one op: its argument tuple and the rules that every backend shares."""
 
     name: str
     arguments: type
+    schema: str
+    """The arguments in the language of PyTorch schemas."""
     check: Callable[[Any], None]
     """Raises ``InvalidCall`` from shapes, dtypes, devices and options alone; runs on fake tensors too."""
     check_values: Callable[[Any], None]
     """Raises ``InvalidCall`` from values; runs under ``SPARSE_ATTN_CHECKS=debug`` and may wait for the device."""
     facts: Callable[[Any], registry.Call]
-    host_bounds: slice
-    """Positional arguments on which neither checks nor choice depend, as they change with every step."""
+    returns: tuple[Return, ...] = ()
+    outputs: Callable[[Any], tuple[Output, ...]] = _no_outputs
+    """One for each of ``returns``, on the device of the first argument; runs on fake tensors too."""
+    host_bounds: tuple[int, int] = (0, 0)
+    """The range of positional arguments on which neither checks nor choice depend, as they change with every step."""
 
 
 _OPS: list[Op] = []
-_memo: dict[Any, registry.Impl] = {}
+_memo: dict[Any, tuple[registry.Impl, tuple[Output, ...]]] = {}
 
 
 def forget() -> None:
@@ -54,37 +84,95 @@ def forget() -> None:
     registry.reset()
 
 
-def route(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> registry.Impl:
-    """Check one call and choose its kernel."""
+def route(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any] | None = None
+) -> tuple[registry.Impl, tuple[Output, ...]]:
+    """Check one call, and the tensors ``given`` to fill by name; the kernel that runs it, and what it returns."""
+    named = kwargs if given is None else kwargs | given
+    start, stop = op.host_bounds
     # one flat loop: this line is most of what a routed call costs over a bare one
-    key = (op.name, *kwargs) + tuple(
+    key = (op.name, *named) + tuple(
         [
             (v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else v
-            for v in (*args[: op.host_bounds.start], *args[op.host_bounds.stop :], *kwargs.values())
+            for v in (*args[:start], *args[stop:], *named.values())
         ]
     )
-    impl = _memo.get(key)
-    if impl is None:
+    routed = _memo.get(key)
+    if routed is None:
         call = op.arguments(*args, **kwargs)
-        op.check(call)
-        impl = registry.choose(op.facts(call), call.backend)
+        outputs = _checked(op, call, given)
+        routed = registry.choose(op.facts(call), call.backend), outputs
         if len(_memo) >= _MEMO_ENTRIES:
             _memo.clear()
-        _memo[key] = impl
+        _memo[key] = routed
     if env.CHECKS.get() == "debug":
         op.check_values(op.arguments(*args, **kwargs))
-    return impl
+    return routed
 
 
-def define(op: Op, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register one overload of ``op``. ``kernel`` and ``fake`` take the schema's arguments."""
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.partition("(")[0]  # with the overload, which define() does not return
+def _checked(op: Op, a: Any, given: dict[str, Any] | None) -> tuple[Output, ...]:
+    """What a call returns, if it passes the checks, and the tensors given to fill as well."""
+    op.check(a)
+    outputs = op.outputs(a)
+    if given is None:
+        return outputs
+    for r, (shape, dtype, wanted), tensor in zip(op.returns, outputs, given.values(), strict=True):
+        got = "None" if tensor is None else "a tensor"
+        expect(wanted == (tensor is not None), op.name, r.name, f"a tensor exactly when {r.when}", got)
+        if tensor is not None:
+            expect_tensor(op.name, r.name, tensor, r.axes, shape, (dtype_name(dtype),), a[0].device, "all")
+    return outputs
+
+
+def define(op: Op) -> None:
+    """Register ``op`` and, if it returns tensors, its overload ``out``, which fills the caller's."""
+    _OPS.append(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        impl, outputs = route(op, args, kwargs)
+        a = op.arguments(*args, **kwargs)
+        returned, filled = _empty(a, outputs)
+        impl.run(a, *filled)
+        return returned
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        a = op.arguments(*args, **kwargs)
+        return _empty(a, _checked(op, a, None))[0]
+
+    def kernel_out(*args: Any, **kwargs: Any) -> None:
+        given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
+        impl, _ = route(op, args, kwargs, given)
+        impl.run(op.arguments(*args, **kwargs), *given.values())
+
+    def fake_out(*args: Any, **kwargs: Any) -> None:
+        given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
+        _checked(op, op.arguments(*args, **kwargs), given)
+
+    names = [f"Tensor {r.name}" for r in op.returns]
+    _register(op.name, op.schema, "Tensor" if len(names) == 1 else f"({', '.join(names)})", kernel, fake)
+    if op.returns:
+        filled = [
+            f"Tensor({alias}!)? {r.name}=None" if r.when else f"Tensor({alias}!) {r.name}"
+            for alias, r in zip("abcdefgh", op.returns, strict=False)
+        ]
+        _register(f"{op.name}.out", ", ".join([op.schema, *filled]), "()", kernel_out, fake_out)
+
+
+def _empty(a: Any, outputs: tuple[Output, ...]) -> tuple[Any, list[Tensor | None]]:
+    """New tensors, as the schema returns them, and those of them for a kernel to fill."""
+    new, tensors, filled = a[0].new_empty, [], []
+    for shape, dtype, wanted in outputs:
+        tensor = new(shape if wanted else (0,), dtype=dtype)
+        tensors.append(tensor)
+        filled.append(tensor if wanted else None)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors) or None, filled
+
+
+def _register(name: str, arguments: str, returns: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _library.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in _DEVICE_KEYS:
         _library.impl(name, kernel, key)
     torch.library.register_fake(f"sparse_attn::{name}", fake, lib=_library)
-    if op not in _OPS:
-        _OPS.append(op)
 
 
 def resolve(name: str, *args: Any, **kwargs: Any) -> registry.Impl:
@@ -96,7 +184,7 @@ def resolve(name: str, *args: Any, **kwargs: Any) -> registry.Impl:
     op = next((op for op in _OPS if op.name == name), None)
     if op is None:
         raise ValueError(f"resolve: name: expected one of {', '.join(op.name for op in _OPS)}, got {name!r}")
-    return route(op, args, kwargs)
+    return route(op, args, kwargs)[0]
 
 
 def defined() -> tuple[Op, ...]:

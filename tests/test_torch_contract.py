@@ -184,6 +184,25 @@ def test_out_variant_refuses_outputs_that_were_not_asked_for() -> None:
         OPS.select.out(*leading, **kwargs, indices=indices[..., :2], counts=counts)
 
 
+def test_given_outputs_are_checked_in_every_call() -> None:
+    """A call that passed is remembered, and its outputs are part of what it was."""
+    leading, kwargs = gqa()
+    out, lse = OPS.attend(*leading, **kwargs)
+    wrong: list[tuple[dict, str]] = [
+        (dict(out=out), "attend: lse: expected a tensor exactly when return_lse is True, got None"),
+        (dict(out=out[:4], lse=lse), "attend: out: expected float32 .T, Hq, v_dim. with T = 5"),
+        (dict(out=out.half(), lse=lse), "attend: out: expected float32 .*, got float16"),
+        (dict(out=out, lse=lse.t().contiguous().t()), "attend: lse: expected a contiguous tensor"),
+    ]
+    for given, sentence in wrong:
+        OPS.attend.out(*leading, **kwargs, out=out, lse=lse)
+        with pytest.raises(sparse_attn.InvalidCall, match=sentence):
+            OPS.attend.out(*leading, **kwargs, **given)
+    OPS.attend.out(*leading, **dict(kwargs, return_lse=False), out=out)
+    with pytest.raises(sparse_attn.InvalidCall, match="exactly when return_lse is True, got a tensor"):
+        OPS.attend.out(*leading, **dict(kwargs, return_lse=False), out=out, lse=lse)
+
+
 @pytest.mark.parametrize("call", [gqa, index], ids=["attend", "select"])
 def test_compiled_once_for_all_shapes(call) -> None:
     graphs = []

@@ -19,13 +19,14 @@ from ..checks import (
     expect_unique,
     refuse,
 )
+from ..library import Output, Return
 from ..registry import Call
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEADS = 128
 WINDOW_FORMATS = tuple(name for name in layout.names("kv") if layout.FORMATS[name].scale_dtype is None)
 
-_ARGUMENTS = (
+SCHEMA = (
     "Tensor q, Tensor cu_seqlens_q, Tensor seq_lens, float scale, int v_dim, SymInt max_seqlen_q, "
     "SymInt max_seq_len, *, "
     "Tensor? kv=None, Tensor? kv_rope=None, Tensor? kv_scale=None, Tensor? v=None, Tensor? v_scale=None, "
@@ -261,60 +262,25 @@ def facts(a: Attend) -> Call:
     )
 
 
-_op = library.Op("attend", Attend, check, check_values, facts, host_bounds=slice(5, 7))  # max_seqlen_q, max_seq_len
-
-
-def _outputs(a: Attend) -> tuple[Tensor, Tensor]:
+def outputs(a: Attend) -> tuple[Output, ...]:
+    """What the call returns."""
     tokens, heads, _ = a.q.shape
-    out = a.q.new_empty((tokens, heads, a.v_dim))
-    lse = a.q.new_empty((tokens, heads) if a.return_lse else (0,), dtype=torch.float32)
-    return out, lse
+    return Output((tokens, heads, a.v_dim), a.q.dtype), Output((tokens, heads), torch.float32, a.return_lse)
 
 
-def _check_outputs(a: Attend, out: Tensor, lse: Tensor | None) -> None:
-    tokens, heads, _ = a.q.shape
-    dtype = str(a.q.dtype).removeprefix("torch.")
-    expect_tensor("attend", "out", out, "T, Hq, v_dim", (tokens, heads, a.v_dim), (dtype,), a.q.device, "all")
-    expect(
-        a.return_lse == (lse is not None),
+library.define(
+    library.Op(
         "attend",
-        "lse",
-        "a tensor exactly when return_lse is True",
-        "None" if lse is None else "a tensor",
+        Attend,
+        SCHEMA,
+        check,
+        check_values,
+        facts,
+        returns=(Return("out", "T, Hq, v_dim"), Return("lse", "T, Hq", when="return_lse is True")),
+        outputs=outputs,
+        host_bounds=(5, 7),  # max_seqlen_q, max_seq_len
     )
-    if lse is not None:
-        expect_tensor("attend", "lse", lse, "T, Hq", (tokens, heads), ("float32",), a.q.device, "all")
-
-
-def _kernel(*args, **kwargs):  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = Attend(*args, **kwargs)
-    out, lse = _outputs(a)
-    impl.run(a, out, lse if a.return_lse else None)
-    return out, lse
-
-
-def _fake(*args, **kwargs):  # type: ignore[no-untyped-def]
-    a = Attend(*args, **kwargs)
-    check(a)
-    return _outputs(a)
-
-
-def _kernel_out(*args, out, lse=None, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = Attend(*args, **kwargs)
-    _check_outputs(a, out, lse)
-    impl.run(a, out, lse)
-
-
-def _fake_out(*args, out, lse=None, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    a = Attend(*args, **kwargs)
-    check(a)
-    _check_outputs(a, out, lse)
-
-
-library.define(_op, f"attend({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _kernel, _fake)
-library.define(_op, f"attend.out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!)? lse=None) -> ()", _kernel_out, _fake_out)
+)
 
 
 def attend(

@@ -12,6 +12,12 @@ from ..checks import expect, expect_format, expect_plane, expect_scales, expect_
 from ..planes import Plane
 from ..registry import Call
 
+SCHEMA = (
+    "Tensor src, Tensor(a!) dst, Tensor? src_slots=None, Tensor? dst_slots=None, *, "
+    'Tensor? src_scale=None, Tensor(b!)? dst_scale=None, str src_format="bf16", str dst_format="bf16", '
+    'int src_page_size=0, int dst_page_size=0, str backend="auto"'
+)
+
 
 class Convert(NamedTuple):
     """The arguments of one call, under the schema's names."""
@@ -89,25 +95,7 @@ def facts(a: Convert) -> Call:
     )
 
 
-_op = library.Op("convert", Convert, check, check_values, facts, host_bounds=slice(0, 0))
-
-
-def _kernel(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    library.route(_op, args, kwargs).run(Convert(*args, **kwargs))
-
-
-def _fake(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    check(Convert(*args, **kwargs))
-
-
-library.define(
-    _op,
-    "convert(Tensor src, Tensor(a!) dst, Tensor? src_slots=None, Tensor? dst_slots=None, *, "
-    'Tensor? src_scale=None, Tensor(b!)? dst_scale=None, str src_format="bf16", str dst_format="bf16", '
-    'int src_page_size=0, int dst_page_size=0, str backend="auto") -> ()',
-    _kernel,
-    _fake,
-)
+library.define(library.Op("convert", Convert, SCHEMA, check, check_values, facts))
 
 
 def convert(

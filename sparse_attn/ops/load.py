@@ -9,10 +9,16 @@ from torch import Tensor
 
 from .. import layout, library
 from ..checks import dtype_name, expect, expect_format, expect_plane, expect_scales, expect_tensor
+from ..library import Output, Return
 from ..planes import Plane
 from ..registry import Call
 
 ROW_DTYPES = (torch.float32, torch.bfloat16)
+
+SCHEMA = (
+    'Tensor plane, Tensor slots, *, Tensor? scale=None, str format="bf16", int page_size=0, '
+    'ScalarType? dtype=None, str backend="auto"'
+)
 
 
 class Load(NamedTuple):
@@ -70,47 +76,14 @@ def facts(a: Load) -> Call:
     )
 
 
-_op = library.Op("load", Load, check, check_values, facts, host_bounds=slice(0, 0))
+def outputs(a: Load) -> tuple[Output, ...]:
+    """What the call returns."""
+    return (Output(a.shape, a.row_dtype),)
 
 
-def _check_out(a: Load, out: Tensor) -> None:
-    dtype = (dtype_name(a.row_dtype),)
-    expect_tensor("load", "out", out, "T, H, D", a.shape, dtype, a.plane.device, "all")
-
-
-def _kernel(*args, **kwargs) -> Tensor:  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = Load(*args, **kwargs)
-    out = a.plane.new_empty(a.shape, dtype=a.row_dtype)
-    impl.run(a, out)
-    return out
-
-
-def _fake(*args, **kwargs) -> Tensor:  # type: ignore[no-untyped-def]
-    a = Load(*args, **kwargs)
-    check(a)
-    return a.plane.new_empty(a.shape, dtype=a.row_dtype)
-
-
-def _kernel_out(*args, out, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = Load(*args, **kwargs)
-    _check_out(a, out)
-    impl.run(a, out)
-
-
-def _fake_out(*args, out, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    a = Load(*args, **kwargs)
-    check(a)
-    _check_out(a, out)
-
-
-_ARGUMENTS = (
-    'Tensor plane, Tensor slots, *, Tensor? scale=None, str format="bf16", int page_size=0, '
-    'ScalarType? dtype=None, str backend="auto"'
+library.define(
+    library.Op("load", Load, SCHEMA, check, check_values, facts, returns=(Return("out", "T, H, D"),), outputs=outputs)
 )
-library.define(_op, f"load({_ARGUMENTS}) -> Tensor", _kernel, _fake)
-library.define(_op, f"load.out({_ARGUMENTS}, Tensor(a!) out) -> ()", _kernel_out, _fake_out)
 
 
 def load(

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from .. import library
 from ..checks import dtype_name, expect, expect_one_of, expect_tensor
+from ..library import Output, Return
 from ..registry import Call
 
 OUT_DTYPES = ("float32", "bfloat16", "float16")
 BASES = ("e", "2")
+
+SCHEMA = 'Tensor outs, Tensor lses, *, Tensor? sinks=None, str base="e", bool inf_is_empty=False, str backend="auto"'
 
 
 class Merge(NamedTuple):
@@ -63,52 +66,24 @@ def facts(a: Merge) -> Call:
     )
 
 
-_op = library.Op("merge", Merge, check, check_values, facts, host_bounds=slice(0, 0))
-
-
-def _outputs(a: Merge) -> tuple[Tensor, Tensor]:
+def outputs(a: Merge) -> tuple[Output, ...]:
+    """What the call returns."""
     shape = a.outs.shape[1:]
-    return a.outs.new_empty(shape), a.outs.new_empty(shape[:2], dtype=torch.float32)
+    return Output(shape, a.outs.dtype), Output(shape[:2], torch.float32)
 
 
-def _check_outputs(a: Merge, out: Tensor, lse: Tensor) -> None:
-    shape, dtype = a.outs.shape[1:], (dtype_name(a.outs.dtype),)
-    expect_tensor("merge", "out", out, "T, H, Dv", shape, dtype, a.outs.device, "all")
-    expect_tensor("merge", "lse", lse, "T, H", shape[:2], ("float32",), a.outs.device, "all")
-
-
-def _kernel(*args, **kwargs):  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = Merge(*args, **kwargs)
-    out, lse = _outputs(a)
-    impl.run(a, out, lse)
-    return out, lse
-
-
-def _fake(*args, **kwargs):  # type: ignore[no-untyped-def]
-    a = Merge(*args, **kwargs)
-    check(a)
-    return _outputs(a)
-
-
-def _kernel_out(*args, out, lse, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = Merge(*args, **kwargs)
-    _check_outputs(a, out, lse)
-    impl.run(a, out, lse)
-
-
-def _fake_out(*args, out, lse, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    a = Merge(*args, **kwargs)
-    check(a)
-    _check_outputs(a, out, lse)
-
-
-_ARGUMENTS = (
-    'Tensor outs, Tensor lses, *, Tensor? sinks=None, str base="e", bool inf_is_empty=False, str backend="auto"'
+library.define(
+    library.Op(
+        "merge",
+        Merge,
+        SCHEMA,
+        check,
+        check_values,
+        facts,
+        returns=(Return("out", "T, H, Dv"), Return("lse", "T, H")),
+        outputs=outputs,
+    )
 )
-library.define(_op, f"merge({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _kernel, _fake)
-library.define(_op, f"merge.out({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()", _kernel_out, _fake_out)
 
 
 def merge(

@@ -19,6 +19,7 @@ from ..checks import (
     expect_tensor,
     expect_unique,
 )
+from ..library import Output, Return
 from ..registry import Call
 from .attend import MAX_HEADS, QUERY_DTYPES
 
@@ -29,7 +30,7 @@ TAILS = ("none", "counted", "reserved")
 TIES = ("lowest", "any")
 ORDERS = ("any", "index", "score")
 
-_ARGUMENTS = (
+SCHEMA = (
     "Tensor q, Tensor? weights, Tensor cu_seqlens_q, Tensor seq_lens, Tensor keys, Tensor page_table, int k, "
     "float scale, SymInt max_seqlen_q, SymInt max_seq_len, *, "
     'Tensor? key_scale=None, str format="bf16", int page_size=0, int ratio=1, int span=0, bool bounds=False, '
@@ -230,78 +231,34 @@ def facts(a: Select) -> Call:
     )
 
 
-_op = library.Op("select", Select, check, check_values, facts, host_bounds=slice(8, 10))  # max_seqlen_q, max_seq_len
-
-
-def _outputs(a: Select) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def outputs(a: Select) -> tuple[Output, ...]:
+    """What the call returns."""
     lists = (a.q.shape[0], a.out_heads)
-    indices = a.q.new_empty((*lists, a.k), dtype=torch.int32)
-    counts = a.q.new_empty(lists, dtype=torch.int32)
-    values = a.q.new_empty((*lists, a.k) if a.return_values else (0,), dtype=torch.float32)
-    blocks = a.q.new_empty((*lists, a.candidate_k) if a.candidate_k else (0,), dtype=torch.int32)
-    return indices, counts, values, blocks
-
-
-def _check_outputs(
-    a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None
-) -> None:
-    device, lists = a.q.device, (a.q.shape[0], a.out_heads)
-    expect_tensor("select", "indices", indices, "T, out_heads, k", (*lists, a.k), ("int32",), device, "all")
-    expect_tensor("select", "counts", counts, "T, out_heads", lists, ("int32",), device, "all")
-    _check_optional(a.return_values, "return_values is True", "values", values, (*lists, a.k), "float32", device)
-    made, shape = a.candidate_role == "made", (*lists, a.candidate_k)
-    _check_optional(made, "candidate_k > 0", "candidate_blocks", candidate_blocks, shape, "int32", device)
-
-
-def _check_optional(
-    wanted: bool, when: str, name: str, t: Tensor | None, shape: tuple[int, ...], dtype: str, device: torch.device
-) -> None:
-    expect(
-        wanted == (t is not None), "select", name, f"a tensor exactly when {when}", "None" if t is None else "a tensor"
+    return (
+        Output((*lists, a.k), torch.int32),
+        Output(lists, torch.int32),
+        Output((*lists, a.k), torch.float32, a.return_values),
+        Output((*lists, a.candidate_k), torch.int32, a.candidate_k > 0),
     )
-    if t is not None:
-        expect_tensor("select", name, t, "T, out_heads, places", shape, (dtype,), device, "all")
-
-
-def _kernel(*args, **kwargs):  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = Select(*args, **kwargs)
-    indices, counts, values, blocks = _outputs(a)
-    impl.run(a, indices, counts, values if a.return_values else None, blocks if a.candidate_k else None)
-    return indices, counts, values, blocks
-
-
-def _fake(*args, **kwargs):  # type: ignore[no-untyped-def]
-    a = Select(*args, **kwargs)
-    check(a)
-    return _outputs(a)
-
-
-def _kernel_out(*args, indices, counts, values=None, candidate_blocks=None, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = Select(*args, **kwargs)
-    _check_outputs(a, indices, counts, values, candidate_blocks)
-    impl.run(a, indices, counts, values, candidate_blocks)
-
-
-def _fake_out(*args, indices, counts, values=None, candidate_blocks=None, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    a = Select(*args, **kwargs)
-    check(a)
-    _check_outputs(a, indices, counts, values, candidate_blocks)
 
 
 library.define(
-    _op,
-    f"select({_ARGUMENTS}) -> (Tensor indices, Tensor counts, Tensor values, Tensor candidate_blocks)",
-    _kernel,
-    _fake,
-)
-library.define(
-    _op,
-    f"select.out({_ARGUMENTS}, Tensor(a!) indices, Tensor(b!) counts, Tensor(c!)? values=None, "
-    "Tensor(d!)? candidate_blocks=None) -> ()",
-    _kernel_out,
-    _fake_out,
+    library.Op(
+        "select",
+        Select,
+        SCHEMA,
+        check,
+        check_values,
+        facts,
+        returns=(
+            Return("indices", "T, out_heads, k"),
+            Return("counts", "T, out_heads"),
+            Return("values", "T, out_heads, places", when="return_values is True"),
+            Return("candidate_blocks", "T, out_heads, places", when="candidate_k > 0"),
+        ),
+        outputs=outputs,
+        host_bounds=(8, 10),  # max_seqlen_q, max_seq_len
+    )
 )
 
 

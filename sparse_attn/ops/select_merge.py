@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .. import library
 from ..checks import expect, expect_one_of, expect_tensor
+from ..library import Output, Return
 from ..registry import Call
 from .select import ORDERS, Selected
 
-_ARGUMENTS = (
+SCHEMA = (
     "Tensor shard_indices, Tensor shard_values, Tensor shard_offsets, int k, *, int run=1, int stride=1, "
     'Tensor? row_k=None, str order="any", str backend="auto"'
 )
@@ -68,55 +69,23 @@ def facts(a: SelectMerge) -> Call:
     )
 
 
-_op = library.Op("select_merge", SelectMerge, check, check_values, facts, host_bounds=slice(0, 0))
-
-
-def _outputs(a: SelectMerge) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(a: SelectMerge) -> tuple[Output, ...]:
+    """What the call returns."""
     lists = a.shard_indices.shape[1:3]
-    indices = a.shard_indices.new_empty((*lists, a.k))
-    return indices, a.shard_indices.new_empty(lists), torch.empty_like(indices, dtype=torch.float32)
+    return Output((*lists, a.k), torch.int32), Output(lists, torch.int32), Output((*lists, a.k), torch.float32)
 
 
-def _kernel(*args, **kwargs):  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = SelectMerge(*args, **kwargs)
-    outputs = _outputs(a)
-    impl.run(a, *outputs)
-    return outputs
-
-
-def _fake(*args, **kwargs):  # type: ignore[no-untyped-def]
-    a = SelectMerge(*args, **kwargs)
-    check(a)
-    return _outputs(a)
-
-
-def _check_outputs(a: SelectMerge, indices: Tensor, counts: Tensor, values: Tensor) -> None:
-    device, lists = a.shard_indices.device, a.shard_indices.shape[1:3]
-    expect_tensor("select_merge", "indices", indices, "T, H, k", (*lists, a.k), ("int32",), device, "all")
-    expect_tensor("select_merge", "counts", counts, "T, H", lists, ("int32",), device, "all")
-    expect_tensor("select_merge", "values", values, "T, H, k", (*lists, a.k), ("float32",), device, "all")
-
-
-def _kernel_out(*args, indices, counts, values, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    impl = library.route(_op, args, kwargs)
-    a = SelectMerge(*args, **kwargs)
-    _check_outputs(a, indices, counts, values)
-    impl.run(a, indices, counts, values)
-
-
-def _fake_out(*args, indices, counts, values, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    a = SelectMerge(*args, **kwargs)
-    check(a)
-    _check_outputs(a, indices, counts, values)
-
-
-library.define(_op, f"select_merge({_ARGUMENTS}) -> (Tensor indices, Tensor counts, Tensor values)", _kernel, _fake)
 library.define(
-    _op,
-    f"select_merge.out({_ARGUMENTS}, Tensor(a!) indices, Tensor(b!) counts, Tensor(c!) values) -> ()",
-    _kernel_out,
-    _fake_out,
+    library.Op(
+        "select_merge",
+        SelectMerge,
+        SCHEMA,
+        check,
+        check_values,
+        facts,
+        returns=(Return("indices", "T, H, k"), Return("counts", "T, H"), Return("values", "T, H, k")),
+        outputs=outputs,
+    )
 )
 
 

@@ -13,6 +13,11 @@ from ..registry import Call
 
 ROW_DTYPES = ("float32", "bfloat16", "float16")
 
+SCHEMA = (
+    "Tensor rows, Tensor(a!) plane, Tensor slots, *, Tensor(b!)? scale=None, "
+    'str format="bf16", int page_size=0, str backend="auto"'
+)
+
 
 class Store(NamedTuple):
     """The arguments of one call, under the schema's names."""
@@ -66,24 +71,7 @@ def facts(a: Store) -> Call:
     )
 
 
-_op = library.Op("store", Store, check, check_values, facts, host_bounds=slice(0, 0))
-
-
-def _kernel(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    library.route(_op, args, kwargs).run(Store(*args, **kwargs))
-
-
-def _fake(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    check(Store(*args, **kwargs))
-
-
-library.define(
-    _op,
-    "store(Tensor rows, Tensor(a!) plane, Tensor slots, *, Tensor(b!)? scale=None, "
-    'str format="bf16", int page_size=0, str backend="auto") -> ()',
-    _kernel,
-    _fake,
-)
+library.define(library.Op("store", Store, SCHEMA, check, check_values, facts))
 
 
 def store(
