@@ -7,6 +7,9 @@ import torch
 
 from sparse_attn import library, registry
 
+# Shapes are small: a second thread of torch waits for the first, and on a busy machine far longer than it works.
+torch.set_num_threads(1)
+
 
 def runnable(op: str) -> list[registry.Impl]:
     return [impl for impl in registry.implementations(op) if registry.availability(impl) is None]
