@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .measure import LOGIT_TOLERANCE, Results
+from .measure import ABSOLUTE, RELATIVE, Results
 
 MIB, GIB = 1 << 20, 1 << 30
 DENSE = Fraction(1)
@@ -114,7 +114,7 @@ def check(r: Results) -> str:
     return (
         f"{'PASSED' if a.holds else 'FAILED'}: dense attention through sparse_attn.attend against "
         f"{a.implementation} of transformers, {a.compared:,} tokens: logits differ by at most "
-        f"{a.largest_difference:.1e} (allowed {LOGIT_TOLERANCE:.0e}, largest logit {a.largest_logit:.1f}); "
+        f"{a.largest_difference:.1e} (allowed {ABSOLUTE:.0e} + {RELATIVE:.0e} |logit|, largest {a.largest_logit:.1f}); "
         f"the {tokens} greedy tokens are {'the same' if a.same_tokens else 'NOT the same'}"
     )
 
@@ -262,6 +262,8 @@ def plot_loss(r: Results) -> str:
         values = [tail.perplexity for tail in r.tails]
         axes.errorbar(places, values, errors, color=BLUE, marker="o", capsize=4, label="± standard error of the change")
         axes.set_xticks(places, names)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, 0.97 * dense.perplexity), max(high, 1.03 * dense.perplexity))  # noise stays small
 
     return _plot(draw, "Perplexity of the held-out text", "pairs attended", "perplexity")
 
