@@ -13,10 +13,11 @@ from torch import Tensor
 from sparse_attn import env
 from sparse_attn.checks import refuse
 from sparse_attn.layout import FORMATS, PLAIN_FORMATS
-from sparse_attn.registry import Impl, OneOf
+from sparse_attn.registry import Between, Impl, OneOf
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
+    from sparse_attn.ops.select import Select
     from sparse_attn.ops.store import Store
 
 _CODES = {getattr(torch, FORMATS[name].dtype): FORMATS[name].code for name in PLAIN_FORMATS}
@@ -49,29 +50,44 @@ def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     rope = 0 if a.kv_rope is None else _CODES[a.kv_rope.dtype]
     failure = _native().attend(a, out, lse, _CODES[a.q.dtype], rope, torch.get_num_threads(), _isa())
     if failure is not None:
-        raise _refusal(a, *failure)
+        pages = (a.win, a.win_page_table, "win_page_table") if failure[1] else (a.kv, a.page_table, "page_table")
+        raise _refusal("attend", a, pages, *failure)
 
 
-def _refusal(a: Attend, error: object, in_window: bool, first: int, second: int) -> Exception:
-    errors = _native().AttendError
-    plane, table, name = (
-        (a.win, a.win_page_table, "win_page_table") if in_window else (a.kv, a.page_table, "page_table")
-    )
+def _select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
+    weights = 0 if a.weights is None else _CODES[a.weights.dtype]
+    outputs = indices, counts, values, candidate_blocks
+    failure = _native().select(a, *outputs, _CODES[a.q.dtype], weights, torch.get_num_threads(), _isa())
+    if failure is not None:
+        raise _refusal("select", a, (a.keys, a.page_table, "page_table"), *failure)
+
+
+def _refusal(
+    op: str,
+    a: Attend | Select,
+    pages: tuple[Tensor | None, Tensor | None, str],
+    error: object,
+    in_window: bool,
+    first: int,
+    second: int,
+) -> Exception:
+    errors = _native().CallError
+    plane, table, name = pages
     if error == errors.first_start:
-        return refuse("attend", "cu_seqlens_q", "a first value of 0", first)
+        return refuse(op, "cu_seqlens_q", "a first value of 0", first)
     if error == errors.last_start:
-        return refuse("attend", "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", first)
+        return refuse(op, "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", first)
     if error == errors.descending:
-        return refuse("attend", "cu_seqlens_q", "ascending values", a.cu_seqlens_q.tolist())
+        return refuse(op, "cu_seqlens_q", "ascending values", a.cu_seqlens_q.tolist())
     if error == errors.too_many_rows:
-        return refuse("attend", "max_seqlen_q", f"at least {first}", a.max_seqlen_q)
+        return refuse(op, "max_seqlen_q", f"at least {first}", a.max_seqlen_q)
     if error == errors.too_long:
-        return refuse("attend", "max_seq_len", f"at least {first}", a.max_seq_len)
+        return refuse(op, "max_seq_len", f"at least {first}", a.max_seq_len)
     assert plane is not None and table is not None
     if error == errors.entry_unpaged:
-        pages = f"{table.shape[1]} pages of {plane.shape[1]} entries"
-        return refuse("attend", name, f"a page for entry {first} of sequence {second}", pages)
-    return refuse("attend", name, f"pages from 0 to {plane.shape[0] - 1} in sequence {first}", second)
+        got = f"{table.shape[1]} pages of {plane.shape[1]} entries"
+        return refuse(op, name, f"a page for entry {first} of sequence {second}", got)
+    return refuse(op, name, f"pages from 0 to {plane.shape[0] - 1} in sequence {first}", second)
 
 
 def _store(a: Store) -> None:
@@ -90,6 +106,15 @@ IMPLS = (
         "cpu_native",
         limits={"device": _CPU, "format": _KV, "v_format": _KV, "win_format": OneOf(("", *PLAIN_FORMATS))},
         run=_attend,
+        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
+        "select",
+        "cpu_native",
+        limits={"device": _CPU, "strides": Between(1, 64)},
+        run=_select,
         tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
         priority=10,
         available=_unavailable,
