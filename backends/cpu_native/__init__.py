@@ -115,7 +115,7 @@ IMPLS = (
         "cpu_native",
         limits={"device": _CPU, "strides": Between(1, 64)},
         run=_select,
-        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+        tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (2e-5, 2e-5)),
         priority=10,
         available=_unavailable,
     ),
