@@ -226,19 +226,21 @@ class Scorer {
   bool sum(int64_t begin, int64_t end, const Sums& into) {
     prepare();
     const Sums sums = sums_at(chunk_sums_, lanes_);
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      clear(sums, lanes_);
-      for (int64_t base = chunk * kChunk; base < (chunk + 1) * kChunk; base += kTile) {
-        if (!find(base)) continue;
-        if (!multiply()) return false;
-        for (int32_t r = 0; r < block_.rows; ++r) {
-          const EntryRange places = places_in_tile(r);
-          for_lanes(r, [&](int32_t lane) { add_lane(lane, places, sums); });
-        }
+    int64_t chunk = begin;
+    clear(sums, lanes_);
+    const bool paged = for_tiles(begin, end, [&] {
+      if (tile_->base / kChunk != chunk) {
+        merge_into(into, sums, lanes_);
+        clear(sums, lanes_);
+        chunk = tile_->base / kChunk;
       }
-      merge_into(into, sums, lanes_);
-    }
-    return true;
+      for (int32_t r = 0; r < block_.rows; ++r) {
+        const EntryRange places = places_in_tile(r);
+        for_lanes(r, [&](int32_t lane) { add_lane(lane, places, sums); });
+      }
+    });
+    merge_into(into, sums, lanes_);
+    return paged;
   }
 
   bool score(int64_t begin, int64_t end, const Sums& sums, uint64_t* spare, RowBest* best) {
@@ -252,21 +254,19 @@ class Scorer {
           0, row.units.high > 0 ? (row.units.high - 1) / p_.candidate_block : 0};
       blocks_[r].open(p_.candidate_block, 1, false, others, &best[r].blocks);
     }
-    for (int64_t base = begin * kChunk; base < end * kChunk; base += kTile) {
-      if (!find(base)) continue;
-      if (!multiply()) return false;
+    const bool paged = for_tiles(begin, end, [&] {
       for (int32_t r = 0; r < block_.rows; ++r) {
         const EntryRange places = places_in_tile(r);
         if (places.low >= places.high) continue;
         join(r, sums);
         hand_on(r, places, spare, &best[r]);
       }
-    }
+    });
     for (int32_t r = 0; r < block_.rows; ++r) {
       units_[r].finish(spare);
       blocks_[r].finish(spare);
     }
-    return true;
+    return paged;
   }
 
  private:
@@ -318,50 +318,131 @@ class Scorer {
   // The places of row r in the tile.
   EntryRange places_in_tile(int32_t r) const {
     const EntryRange& places = block_.row[r].places;
-    return {places.low - base_ > 0 ? places.low - base_ : 0,
-            places.high - base_ < kTile ? places.high - base_ : kTile};
+    return {places.low - tile_->base > 0 ? places.low - tile_->base : 0,
+            places.high - tile_->base < kTile ? places.high - tile_->base : kTile};
   }
 
-  // Finds what stands in the tile of places from `base` on. False if no row scores any of them.
-  bool find(int64_t base) {
-    base_ = base;
-    seen_ = 0;
-    for (int32_t r = 0; r < block_.rows; ++r) {
-      const EntryRange& places = block_.row[r].places;
-      seen_ |= row_bits(places.low - base, places.high - base);
+  // kTile places side by side, from a multiple of it on.
+  struct Tile {
+    int64_t base;
+    uint64_t seen;    // bit n: some row scores place n
+    int first, last;  // the panels of the seen places begin at `first`; `last` follows these places
+    int64_t number[kTile];
+    int32_t page[kTile], offset[kTile];
+  };
+
+  // Visits the tiles of chunks [begin, end) that some row scores, their products found. False if an
+  // entry has no page.
+  template <class Visit>
+  bool for_tiles(int64_t begin, int64_t end, const Visit& visit) {
+    base_ = begin * kChunk;
+    end_ = end * kChunk;
+    failed_ = false;
+    bool more = next(&tiles_[0]);
+    for (int i = 0; more; i = 1 - i) {
+      tile_ = &tiles_[i];
+      more = next(&tiles_[1 - i]);
+      if (failed_) return false;
+      open_prefetch(more ? &tiles_[1 - i] : nullptr);
+      if (!multiply()) return false;
+      visit();
     }
-    if (!seen_) return false;
-    first_ = __builtin_ctzll(seen_) / kPanel * kPanel;
-    last_ = 64 - __builtin_clzll(seen_);
-    for (int n = 0; n < kTile; ++n) number_[n] = base + n;
-    if (block_.runs) {
-      const Run* run = block_.runs;
-      const Run* const end = block_.runs + block_.run_count;
-      for (int64_t count = end - run; count > 1;) {  // the last run that starts up to `base`
-        const int64_t half = count / 2;
-        if (run[half].place <= base) run += half;
-        count -= half;
+    return !failed_;
+  }
+
+  // Finds what stands in the next tile that some row scores. False after the last one, and at an
+  // entry without a page.
+  bool next(Tile* tile) {
+    for (; base_ < end_; base_ += kTile) {
+      uint64_t seen = 0;
+      for (int32_t r = 0; r < block_.rows; ++r) {
+        const EntryRange& places = block_.row[r].places;
+        seen |= row_bits(places.low - base_, places.high - base_);
       }
-      for (int n = 0; n < last_; ++n) {
-        while (base + n >= run->place + (run->high - run->low)) ++run;
-        number_[n] = run->low + (base + n - run->place);
+      if (!seen) continue;
+      tile->base = base_;
+      tile->seen = seen;
+      tile->first = __builtin_ctzll(seen) / kPanel * kPanel;
+      tile->last = 64 - __builtin_clzll(seen);
+      number_places(tile);
+      base_ += kTile;
+      if (!pools_keys(p_)) failed_ = !find_pages(tile);
+      return !failed_;
+    }
+    return false;
+  }
+
+  void number_places(Tile* tile) const {
+    for (int n = 0; n < kTile; ++n) tile->number[n] = tile->base + n;
+    if (!block_.runs) return;
+    const Run* run = block_.runs;
+    for (int64_t count = block_.run_count; count > 1;) {  // the last run that starts up to the base
+      const int64_t half = count / 2;
+      if (run[half].place <= tile->base) run += half;
+      count -= half;
+    }
+    for (int n = 0; n < tile->last; ++n) {
+      while (tile->base + n >= run->place + (run->high - run->low)) ++run;
+      tile->number[n] = run->low + (tile->base + n - run->place);
+    }
+  }
+
+  // Also fetches what is read first of each key: the rest is fetched between products.
+  bool find_pages(Tile* tile) const {
+    const PagedRows& scales = p_.keys.k_scale;
+    for (int n = tile->first; n < tile->last; ++n) {
+      if (!(tile->seen >> n & 1)) continue;
+      if (!pager_.find(tile->number[n], &tile->page[n], &tile->offset[n])) return false;
+      prefetch(key_at(*tile, n, segments_[0].key_head));
+      if (scales.dim > 0) {
+        prefetch(scales.data + tile->page[n] * scales.page_stride +
+                 tile->offset[n] * scales.entry_stride);
       }
     }
     return true;
   }
 
-  // Products of every lane with the tile. False if an entry has no page.
-  bool multiply() {
-    if (!pools_keys(p_)) {
-      for (int n = first_; n < last_; ++n) {
-        if ((seen_ >> n & 1) && !pager_.find(number_[n], &page_[n], &offset_[n])) return false;
+  const char* key_at(const Tile& tile, int n, int64_t key_head) const {
+    const PagedRows& k = p_.keys.k;
+    return k.data + tile.page[n] * k.page_stride + tile.offset[n] * k.entry_stride +
+           key_head * k.head_stride;
+  }
+
+  // Spreads fetches of a tile's keys over the products of the tile before.
+  void open_prefetch(const Tile* tile) {
+    ahead_ = pools_keys(p_) ? nullptr : tile;
+    if (!ahead_) return;
+    ahead_place_ = tile->first;
+    const int calls = (lanes_ / kQkRows + 1) * kTile / kPanel;
+    ahead_places_ = (kTile + calls - 1) / calls;
+  }
+
+  void prefetch_some() {
+    if (!ahead_) return;
+    for (int i = 0; i < ahead_places_; ++i, ++ahead_place_) {
+      if (ahead_place_ >= ahead_->last) {
+        ahead_ = nullptr;
+        return;
+      }
+      if (!(ahead_->seen >> ahead_place_ & 1)) continue;
+      for (int32_t s = 0; s < segment_count_; ++s) {
+        const char* row = key_at(*ahead_, ahead_place_, segments_[s].key_head);
+        const int64_t bytes = p_.keys.k.dim * element_bytes(p_.keys.k.format);
+        for (int64_t at = 0; at < bytes; at += 64) prefetch(row + at);
       }
     }
+  }
+
+  // Products of every lane with the tile. False if an entry has no page.
+  bool multiply() {
     for (int32_t i = 0; i < segment_count_; ++i) {
       const Segment& segment = segments_[i];
-      if (!(pools_keys(p_) ? pool_keys(segment.key_head) : read_keys(segment.key_head)))
+      if (!pools_keys(p_)) {
+        read_keys(segment.key_head);
+      } else if (!pool_keys(segment.key_head)) {
         return false;
-      for (int n = first_; n < last_; n += kPanel) {
+      }
+      for (int n = tile_->first; n < tile_->last; n += kPanel) {
         pack_panel<Mode>(k_ + n, 0, p_.dim, panel_);
         if (p_.bounds) pack_panel<Mode>(k_ + n, p_.dim, p_.dim, upper_panel());
         multiply_panel(segment, n);
@@ -370,21 +451,20 @@ class Scorer {
     return true;
   }
 
-  bool read_keys(int32_t key_head) {
-    const PagedRows &k = p_.keys.k, &scales = p_.keys.k_scale;
-    for (int n = first_; n < last_ + kPanel && n < kTile; ++n) {
+  void read_keys(int32_t key_head) {
+    const PagedRows& k = p_.keys.k;
+    for (int n = tile_->first; n < tile_->last + kPanel && n < kTile; ++n) {
       k_[n] = zeros_;
       key_scale_[n] = 1;
-      if (!(seen_ >> n & 1)) continue;
-      k_[n] = k.data + page_[n] * k.page_stride + offset_[n] * k.entry_stride +
-              key_head * k.head_stride;
+      if (!(tile_->seen >> n & 1)) continue;
+      k_[n] = key_at(*tile_, n, key_head);
       if (k.format != Mode::kFormat) {
         convert_row(k.format, k_[n], k.dim, k_buffer_ + n * ld_);
         k_[n] = reinterpret_cast<const char*>(k_buffer_ + n * ld_);
       }
-      if (scales.dim > 0) key_scale_[n] = scale_at(page_[n], offset_[n], key_head);
+      if (p_.keys.k_scale.dim > 0)
+        key_scale_[n] = scale_at(tile_->page[n], tile_->offset[n], key_head);
     }
-    return true;
   }
 
   float scale_at(int64_t page, int64_t offset, int64_t key_head) const {
@@ -401,11 +481,11 @@ class Scorer {
   bool pool_keys(int32_t key_head) {
     const PagedRows& k = p_.keys.k;
     const EntryRange& entries = block_.row[0].entries;
-    for (int n = first_; n < last_ + kPanel && n < kTile; ++n) {
+    for (int n = tile_->first; n < tile_->last + kPanel && n < kTile; ++n) {
       k_[n] = zeros_;
       key_scale_[n] = 1;
-      if (!(seen_ >> n & 1)) continue;
-      const int64_t begin = number_[n] * p_.block, end = begin + p_.block;
+      if (!(tile_->seen >> n & 1)) continue;
+      const int64_t begin = tile_->number[n] * p_.block, end = begin + p_.block;
       const int64_t low = begin > entries.low ? begin : entries.low;
       const int64_t high = end < entries.high ? end : entries.high;
       for (int32_t d = 0; d < p_.dim; ++d) sum_buffer_[d] = 0;
@@ -459,6 +539,7 @@ class Scorer {
 
   template <int kRows>
   void multiply_lanes(int32_t lane, int n) {
+    prefetch_some();
     float* s = products_ + lane * kTile + n;
     if constexpr (Mode::kGroup == 1) {
       if (p_.rounded || p_.bounds) {  // with few registers' worth of sums
@@ -549,7 +630,7 @@ class Scorer {
 
   template <class Join>
   SPARSE_ATTN_INLINE void join(int32_t r, Floats start, Floats scale, const Join& with) {
-    for (int n = first_; n < last_; n += kWidth) {
+    for (int n = tile_->first; n < tile_->last; n += kWidth) {
       Floats joined = start;
       for_lanes(r, [&](int32_t lane) {
         joined = with(joined, load(products_ + lane * kTile + n), lane);
@@ -560,7 +641,7 @@ class Scorer {
 
   template <bool kRelu>
   void join_rounded(int32_t r) {
-    for (int n = first_; n < last_; n += kWidth) {
+    for (int n = tile_->first; n < tile_->last; n += kWidth) {
       Doubles sum[2] = {};
       for_lanes(r, [&](int32_t lane) {
         Floats x = load(products_ + lane * kTile + n);
@@ -579,22 +660,22 @@ class Scorer {
   void hand_on(int32_t r, EntryRange places, uint64_t* spare, RowBest* best) {
     const bool pooled = pools(p_) && !pools_keys(p_);
     for (int64_t n = places.low; pooled && n < places.high; ++n)
-      units_[r].take(number_[n], scores_[n], spare);
+      units_[r].take(tile_->number[n], scores_[n], spare);
     for (int64_t n = places.low; p_.candidate_k > 0 && n < places.high; ++n)
-      blocks_[r].take(number_[n], scores_[n], spare);
+      blocks_[r].take(tile_->number[n], scores_[n], spare);
     if (pooled) return;
     const EntryRange& free = block_.row[r].free;
-    while (places.low < places.high && number_[places.low] < free.low) ++places.low;
-    while (places.low < places.high && number_[places.high - 1] >= free.high) --places.high;
+    while (places.low < places.high && tile_->number[places.low] < free.low) ++places.low;
+    while (places.low < places.high && tile_->number[places.high - 1] >= free.high) --places.high;
     const uint64_t taken = row_bits(places.low, places.high);
     Best* units = &best->units;
     make_room(units, spare);
     const Floats threshold = broadcast(units->threshold);
-    for (int n = first_; n < last_; n += kWidth) {
+    for (int n = tile_->first; n < tile_->last; n += kWidth) {
       uint64_t better = greater(load(scores_ + n), threshold) & (taken >> n);
       for (; better; better &= better - 1) {
         const int at = n + __builtin_ctzll(better);
-        units->ranks[units->size++] = ranked(scores_[at], number_[at]);
+        units->ranks[units->size++] = ranked(scores_[at], tile_->number[at]);
       }
     }
   }
@@ -616,12 +697,12 @@ class Scorer {
   Segment segments_[kMaxLanes];
   int32_t segment_count_ = 0;
   Pager pager_;
-  // of a tile
-  int64_t base_ = 0;
-  uint64_t seen_ = 0;
-  int first_ = 0, last_ = 0;
-  int64_t number_[kTile];
-  int32_t page_[kTile], offset_[kTile];
+  Tile tiles_[2];
+  const Tile* tile_ = nullptr;
+  int64_t base_ = 0, end_ = 0;  // places from base_ on are to come
+  bool failed_ = false;
+  const Tile* ahead_ = nullptr;  // to be fetched, from ahead_place_ on
+  int ahead_place_ = 0, ahead_places_ = 0;
   const char* k_[kTile];
   alignas(64) float key_scale_[kTile];
   alignas(64) float scores_[kTile];
