@@ -1,5 +1,6 @@
 """`select` of cpu_native on every instruction set: long rows, which are cut for the sake of threads, ties,
-repeatability, hostile pages. That it selects what the contract says is tested by `test_select.py` and `test_selections.py`."""
+repeatability, hostile pages. That it selects what the contract says is tested by `test_select.py` and
+`test_selections.py`."""
 
 from __future__ import annotations
 

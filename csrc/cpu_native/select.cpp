@@ -15,9 +15,6 @@
 namespace sparse_attn {
 namespace {
 
-// Products of elements below which starting threads costs more than they save.
-constexpr int64_t kLeastWork = 1 << 20;
-
 const SelectKernels& kernels_for(Isa isa) {
 #if defined(__x86_64__)
   switch (isa) {
