@@ -1,9 +1,9 @@
-"""Times `attend` against eager torch, on this machine's CPU.
+"""Times `attend` or `select` against eager torch, on this machine's CPU.
 
 Every function of a case is called in turn, over and over in one process, so that a busy neighbour disturbs all of them
 alike. With one thread the figure is CPU time of the process, else wall time. Printed: the lower quartile in
 milliseconds; for peers, how many times as long as sparse_attn they take.
-Run: python benchmarks/run.py [--only TEXT] [--threads N] [--rounds N] [--json]
+Run: python benchmarks/run.py [attend | select] [--only TEXT] [--threads N] [--rounds N] [--json]
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import time
 from collections.abc import Callable
 
 import attend
+import selection
 import torch
 from torch import Tensor
+
+OPS = {"attend": attend, "select": selection}
 
 
 def measure(functions: dict[str, Callable[[int], Tensor]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -33,6 +36,7 @@ def measure(functions: dict[str, Callable[[int], Tensor]], rounds: int, clock: C
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op", nargs="?", choices=OPS, default="attend")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
@@ -41,12 +45,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     with torch.inference_mode():
-        for make in attend.cases():
-            shape, batch, dtype, format = make.args
-            if options.only and options.only not in attend.name_of(shape, batch, dtype, format):
+        op = OPS[options.op]
+        for make in op.cases():
+            if options.only and options.only not in op.name_of(*make.args):
                 continue
             case = make()
-            attend.check(case)
+            op.check(case)
             seconds = measure(case.functions, options.rounds, clock)
             ours = seconds["sparse_attn"]
             if options.json:

@@ -358,8 +358,9 @@ def expected_of(line: Line, phase: str, small: bool = True) -> list[list[Row]]:
 
 def mistakes(batch: Batch, selected: Selected, expected: list[list[Row]], tolerance: tuple[float, float]) -> list[str]:
     """How a selection differs from the expected one. Units within the tolerance of the last selected score may differ,
-    none if it is 0."""
+    none if it is 0; so may values."""
     found = []
+    atol, rtol = max(tolerance[0], 1e-6), max(tolerance[1], 1e-5)
     indices, counts = selected.indices.tolist(), selected.counts.tolist()
     for t in range(len(batch.q)):
         for o in range(batch.out_heads):
@@ -383,7 +384,7 @@ def mistakes(batch: Batch, selected: Selected, expected: list[list[Row]], tolera
                 values = selected.values[t, o].tolist()
                 for u, value in zip(chosen, values, strict=False):
                     score = scores.get(u, math.nan)
-                    if value != score and not abs(value - score) <= 1e-6 + 1e-5 * abs(score):
+                    if value != score and not abs(value - score) <= atol + rtol * abs(score):
                         found.append(f"{where}: {u} has value {value}, expected {score}")
                 if any(value != -INF for value in values[len(chosen) :]):
                     found.append(f"{where}: values after the last index: {values}")

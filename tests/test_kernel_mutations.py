@@ -27,6 +27,7 @@ import cases
 import pytest
 import test_attend
 import test_mutations
+import test_select
 import test_store
 import torch
 
@@ -34,11 +35,16 @@ from sparse_attn import registry
 from sparse_attn.ops.attend import Attend
 
 CSRC = Path(__file__).parent.parent / "csrc"
-SOURCES = ("attend.cpp", "attend_portable.cpp", "store.cpp", "parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
-OTHER_ISAS = "".join(f"extern const Kernels k{isa}Kernels = {{}};" for isa in ("Avx2", "Avx512", "Avx512Bf16"))
+SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.cpp", "best.cpp", "store.cpp")
+SOURCES += ("parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
+OTHER_ISAS = "".join(
+    f"extern const Kernels k{isa}Kernels = {{}}; extern const SelectKernels k{isa}SelectKernels = {{}};"
+    for isa in ("Avx2", "Avx512", "Avx512Bf16")
+)
+SELECT_HEADERS = ("select_kernel.h", "select_schedule.h", "best.h")
 
 # probe: what notices the fault
-LINES, NAN, POOL, HOSTILE, LONG, STORE = "lines", "nan", "pool", "hostile", "long", "store"
+LINES, NAN, POOL, HOSTILE, LONG, STORE, SELECT = "lines", "nan", "pool", "hostile", "long", "store", "select"
 
 # (fault, file, text, what stands there instead, probe)
 FAULTS = [
@@ -65,7 +71,7 @@ FAULTS = [
      "bool mixed() const { return false; }", LINES),
     ("key scale dropped", "tiles.h", "if (plane_->k_scale.dim > 0)", "if (false)", LINES),
     ("value scale dropped", "tiles.h", "if (plane_->v_scale.dim > 0)", "if (false)", LINES),
-    ("page of the first sequence", "tiles.h", "sequence * plane.page_table_stride", "0 * sequence", LINES),
+    ("page of the first sequence", "rows.h", "sequence * plane.page_table_stride", "0 * sequence", LINES),
     ("32-bit addresses", "tiles.h", "page * rows.page_stride +", "static_cast<int32_t>(page * rows.page_stride) +",
      POOL),
     ("first KV head for all", "tiles.h", "block_.kv_head * rows.head_stride", "0 * rows.head_stride", LINES),
@@ -77,6 +83,27 @@ FAULTS = [
     ("-1 stored", "store.cpp", "if (slot < 0) return;", "if (slot < -1) return;", STORE),
     ("halves rounded up", "store.cpp", "(row[i] / divisor + kShift) - kShift",
      "__builtin_floorf(row[i] / divisor + 0.5f)", STORE),
+    ("ties to the highest", "best.h", "0xffffffffu - static_cast<uint32_t>(number))", "static_cast<uint32_t>(number))",
+     SELECT),
+    ("negative zero below zero", "best.h", "bits_of(score + 0.0f)", "bits_of(score)", SELECT),
+    ("threshold taken again", "best.h", "score > best->threshold", "score >= best->threshold", SELECT),
+    ("a buffer is cut too far", "best.cpp", "rank >= last", "rank > last", SELECT),
+    ("no ReLU", "select_kernel.h", "max(Floats{}, x), sum", "x, sum", SELECT),
+    ("rows of a block share a range", "select_kernel.h", "block_.row[r].places;", "block_.places;", SELECT),
+    ("products are not rounded", "select_kernel.h", "store(to + j, round_to_bf16(load(to + j)));", ";", SELECT),
+    ("chunks of the softmax forgotten", "select_kernel.h", "from.sum[lane] * exp2(m1 - m)", "0", SELECT),
+    ("NaN in the softmax", "select_kernel.h", "& (y == y) ? y : hidden", "? y : hidden", SELECT),
+    ("last unit forgotten", "select_kernel.h", "units_[r].finish(spare);", "", SELECT),
+    ("each entry once in a sum", "select_kernel.h", "static_cast<double>(high - low);", "1;", SELECT),
+    ("mean of too many", "select_kernel.h", "high < entries.high ? end : entries.high", "end", SELECT),
+    ("index scale dropped", "select_kernel.h", "if (p_.keys.k_scale.dim > 0)", "if (false)", SELECT),
+    ("budgets of rows ignored", "select.cpp", "p.row_k ? std::min", "false ? std::min", SELECT),
+    ("candidates of the first list", "select.cpp", "(p.candidate_heads > 1 ? list : 0)", "0", SELECT),
+    ("candidates listed twice", "select.cpp", "blocks.erase(std::unique(", "if (false) blocks.erase(std::unique(",
+     SELECT),
+    ("tail not kept", "select.cpp", "std::max(p.keep_last, tail)", "p.keep_last", SELECT),
+    ("rows that fit are scored", "select.cpp", "!scores_all(p) && others <= row.wanted", "false", SELECT),
+    ("padding of lists left as it was", "select.cpp", "fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);", "", SELECT),
 ]  # fmt: skip
 
 compiler = shutil.which("c++") or shutil.which("g++")
@@ -117,7 +144,8 @@ class Build:
         text = faulty.read_text()
         assert old in text, f"the fault's place in {file} is gone: move it along with the source"
         faulty.write_text(text.replace(old, new))
-        changed = [file] if file.endswith(".cpp") else ["attend.cpp", "attend_portable.cpp"]
+        op = "select" if file in SELECT_HEADERS else "attend"
+        changed = [file] if file.endswith(".cpp") else [f"{op}.cpp", f"{op}_portable.cpp"]
         objects = dict(self.objects)
         for name in changed:
             objects[name] = self.compile(folder / "csrc" / "cpu_native" / name, folder)
@@ -161,6 +189,18 @@ def probe_store() -> None:
     test_store.test_nothing_to_store(impl)
 
 
+def probe_select() -> None:
+    impl = next(impl for impl in registry.implementations("select") if impl.backend == "cpu_native")
+    test_select.test_equal_scores_go_to_the_lowest_index(impl, 512)
+    test_select.test_negative_zero_is_zero(impl)
+    test_select.test_a_row_that_fits_is_not_scored(impl)
+    test_select.test_rows_without_tokens(impl)
+    test_select.test_formats(impl, torch.float32, "int8")
+    test_select.test_any_call(impl)
+    probabilities = dict(k=9, score="softmax_sum", out_heads=2)
+    test_select.check(impl, test_select.Batch(probabilities, 4, 2, True, [1200], [2], faulty=[(0, 3)]))
+
+
 PROBES: dict[str, Callable[[], None]] = {
     LINES: probe_lines,
     NAN: lambda: test_attend.test_neighbours_of_one_tile_do_not_leak(native),
@@ -168,6 +208,7 @@ PROBES: dict[str, Callable[[], None]] = {
     HOSTILE: probe_hostile,
     LONG: probe_long,
     STORE: probe_store,
+    SELECT: probe_select,
 }
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from sparse_attn import env
 from sparse_attn.checks import InvalidCall, refuse
 from sparse_attn.layout import FORMATS, PLAIN_FORMATS
-from sparse_attn.registry import Impl, OneOf
+from sparse_attn.registry import Between, Impl, OneOf
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
+    from sparse_attn.ops.select import Select
     from sparse_attn.ops.store import Store
 
 _CODES = {getattr(torch, FORMATS[name].dtype): FORMATS[name].code for name in PLAIN_FORMATS}
@@ -51,28 +52,45 @@ def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     threads, isa = torch.get_num_threads(), _isa(env.CPU_ISA.get())
     failure = _native().attend(a, out, lse, q_code, rope_code, threads, isa)
     if failure is not None:
-        raise _refusal(a, *failure)
+        pages = (a.win, a.win_page_table, "win_page_table") if failure[1] else (a.kv, a.page_table, "page_table")
+        raise _refusal("attend", a, pages, *failure)
 
 
-def _refusal(a: Attend, error: str, in_window: bool, first: int, second: int) -> InvalidCall:
-    """The exception for a failure that the kernel reports with two values."""
+def _select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
+    weights = 0 if a.weights is None else _CODES[a.weights.dtype]
+    outputs = indices, counts, values, candidate_blocks
+    threads, isa = torch.get_num_threads(), _isa(env.CPU_ISA.get())
+    failure = _native().select(a, *outputs, _CODES[a.q.dtype], weights, threads, isa)
+    if failure is not None:
+        raise _refusal("select", a, (a.keys, a.page_table, "page_table"), *failure)
+
+
+def _refusal(
+    op: str,
+    a: Attend | Select,
+    pages: tuple[Tensor | None, Tensor | None, str],
+    error: str,
+    in_window: bool,
+    first: int,
+    second: int,
+) -> InvalidCall:
+    """The exception for a failure that a kernel reports with two values."""
+    plane, table, name = pages
     if error == "first_start":
-        return refuse("attend", "cu_seqlens_q", "a first value of 0", first)
+        return refuse(op, "cu_seqlens_q", "a first value of 0", first)
     if error == "last_start":
-        return refuse("attend", "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", first)
+        return refuse(op, "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", first)
     if error == "descending":
-        return refuse("attend", "cu_seqlens_q", "ascending values", a.cu_seqlens_q.tolist())
+        return refuse(op, "cu_seqlens_q", "ascending values", a.cu_seqlens_q.tolist())
     if error == "too_many_rows":
-        return refuse("attend", "max_seqlen_q", f"at least {first}", a.max_seqlen_q)
+        return refuse(op, "max_seqlen_q", f"at least {first}", a.max_seqlen_q)
     if error == "too_long":
-        return refuse("attend", "max_seq_len", f"at least {first}", a.max_seq_len)
-    table, plane = (a.win_page_table, a.win) if in_window else (a.page_table, a.kv)
-    name = "win_page_table" if in_window else "page_table"
-    assert table is not None and plane is not None
+        return refuse(op, "max_seq_len", f"at least {first}", a.max_seq_len)
+    assert plane is not None and table is not None
     if error == "entry_unpaged":
-        pages = f"{table.shape[1]} pages of {plane.shape[1]} entries"
-        return refuse("attend", name, f"a page for entry {first} of sequence {second}", pages)
-    return refuse("attend", name, f"pages from 0 to {plane.shape[0] - 1} in sequence {first}", second)
+        got = f"{table.shape[1]} pages of {plane.shape[1]} entries"
+        return refuse(op, name, f"a page for entry {first} of sequence {second}", got)
+    return refuse(op, name, f"pages from 0 to {plane.shape[0] - 1} in sequence {first}", second)
 
 
 def _store(a: Store) -> None:
@@ -84,6 +102,7 @@ def _store(a: Store) -> None:
 
 _CPU = OneOf(("cpu",))
 _KV = OneOf(("", "fp32", "bf16", "fp16", "int8"))
+_ROWS = OneOf(("fp32", "bf16", "fp16", "int8", "int8_index_h"))
 
 IMPLS = (
     Impl(
@@ -97,9 +116,18 @@ IMPLS = (
         available=_unavailable,
     ),
     Impl(
+        "select",
+        "cpu_native",
+        limits={"device": _CPU, "format": _ROWS, "strides": Between(1, 64)},
+        run=_select,
+        tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (2e-5, 2e-5)),
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
         "store",
         "cpu_native",
-        limits={"device": _CPU, "format": OneOf(("fp32", "bf16", "fp16", "int8", "int8_index_h"))},
+        limits={"device": _CPU, "format": _ROWS},
         run=_store,
         priority=10,
         available=_unavailable,

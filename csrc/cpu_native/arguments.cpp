@@ -50,6 +50,17 @@ Format format_named(py::handle name) {
   throw py::value_error("unknown format");
 }
 
+// The number of a word in the list of an option's words.
+template <class Word, size_t kCount>
+Word word(py::handle name, const char* const (&words)[kCount]) {
+  const char* text = PyUnicode_AsUTF8(name.ptr());
+  if (!text) throw py::error_already_set();
+  for (size_t i = 0; i < kCount; ++i) {
+    if (strcmp(words[i], text) == 0) return static_cast<Word>(i);
+  }
+  throw py::value_error("unknown word");
+}
+
 // A tensor's address, sizes and strides. The caller's tuple keeps the tensor alive.
 class TensorView {
  public:
@@ -201,6 +212,81 @@ AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Form
     TensorView(win).sizes(3, sizes);
     p.kv_heads = static_cast<int32_t>(sizes[2]);
   }
+  return p;
+}
+
+SelectParams select_params(py::handle call, py::handle indices, py::handle counts,
+                           py::handle values, py::handle candidate_blocks, Format q_format,
+                           Format weight_format) {
+  SelectParams p;
+  int64_t sizes[4];
+
+  const py::object q = FIELD("q"), weights = FIELD("weights");
+  const TensorView q_view(q), weight_view(weights);
+  q_view.sizes(3, sizes);
+  q_view.strides(2, element_bytes(q_format), p.q_strides);
+  p.q = q_view.data<const char>();
+  p.q_format = q_format;
+  p.tokens = sizes[0];
+  p.heads = static_cast<int32_t>(sizes[1]);
+  p.dim = static_cast<int32_t>(sizes[2]);
+  if (weight_view.given()) {
+    p.weights = weight_view.data<const char>();
+    weight_view.strides(2, element_bytes(weight_format), p.weight_strides);
+    p.weight_format = weight_format;
+  }
+  const py::object starts = FIELD("cu_seqlens_q");
+  TensorView(starts).sizes(1, sizes);
+  p.batch = sizes[0] - 1;
+  p.cu_seqlens_q = TensorView(starts).data<const int32_t>();
+  p.seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
+
+  const py::object keys = FIELD("keys");
+  p.keys.given = true;
+  p.keys.k = paged_rows(keys, format_named(FIELD("format")));
+  p.keys.k_scale = paged_scales(FIELD("key_scale"));
+  read_pages(keys, FIELD("page_table"), &p.keys);
+  p.keys.range = TensorView(FIELD("kv_range")).data<const int32_t>();
+  p.keys.ratio = integer(FIELD("ratio"));
+  TensorView(keys).sizes(3, sizes);
+  p.key_heads = static_cast<int32_t>(sizes[2]);
+
+  p.k = integer(FIELD("k"));
+  p.scale = PyFloat_AsDouble(FIELD("scale").ptr());
+  p.max_seqlen_q = integer(FIELD("max_seqlen_q"));
+  p.max_seq_len = integer(FIELD("max_seq_len"));
+  p.row_k = TensorView(FIELD("row_k")).data<const int32_t>();
+  p.causal = FIELD("causal").ptr() == Py_True;
+  p.score = word<Score>(FIELD("score"), kScoreNames);
+  p.rounded = word<int>(FIELD("score_dtype"), kScoreTypeNames) == 1;
+  p.lists = static_cast<int32_t>(integer(FIELD("out_heads")));
+  p.bounds = FIELD("bounds").ptr() == Py_True;
+  p.strides = integer(FIELD("strides"));
+  p.block = integer(FIELD("block"));
+  p.pool = word<Pool>(FIELD("pool"), kPoolNames);
+  p.keep_first = integer(FIELD("keep_first"));
+  p.keep_last = integer(FIELD("keep_last"));
+  p.tail = word<Tail>(FIELD("tail"), kTailNames);
+  p.by_score = word<int>(FIELD("order"), kOrderNames) == 2;
+
+  const py::object candidates = FIELD("candidates");
+  const TensorView candidate_view(candidates);
+  p.takes_candidates = candidate_view.given();
+  if (p.takes_candidates) {
+    candidate_view.sizes(3, sizes);
+    candidate_view.strides(3, 1, p.candidate_strides);
+    p.candidates = candidate_view.data<const int32_t>();
+    p.candidate_heads = sizes[1];
+    p.candidate_count = sizes[2];
+  }
+  p.candidate_block = integer(FIELD("candidate_block"));
+  p.candidate_k = integer(FIELD("candidate_k"));
+
+  p.indices = TensorView(indices).data<int32_t>();
+  p.counts = TensorView(counts).data<int32_t>();
+  p.values = TensorView(values).data<float>();
+  p.has_values = TensorView(values).given();
+  p.candidate_blocks = TensorView(candidate_blocks).data<int32_t>();
   return p;
 }
 

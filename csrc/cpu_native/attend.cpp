@@ -37,19 +37,6 @@ const Kernels& kernels_for(Isa isa) {
   return kPortableKernels;
 }
 
-AttendStatus check_lengths(const AttendParams& p) {
-  const int32_t* starts = p.cu_seqlens_q;
-  if (starts[0] != 0) return {AttendError::kFirstStart, false, {starts[0], 0}};
-  if (starts[p.batch] > p.tokens) return {AttendError::kLastStart, false, {starts[p.batch], 0}};
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t rows = static_cast<int64_t>(starts[b + 1]) - starts[b];
-    if (rows < 0) return {AttendError::kDescending, false, {0, 0}};
-    if (rows > p.max_seqlen_q) return {AttendError::kTooManyRows, false, {rows, 0}};
-    if (p.seq_lens[b] > p.max_seq_len) return {AttendError::kTooLong, false, {p.seq_lens[b], 0}};
-  }
-  return {};
-}
-
 void fill_empty(const AttendParams& p, int64_t begin, int64_t end) {
   if (begin == end) return;
   const int64_t row = static_cast<int64_t>(p.heads) * p.v_dim * element_bytes(p.q_format);
@@ -86,15 +73,15 @@ class Finder {
  public:
   explicit Finder(const AttendParams& p) : p_(p) {}
 
-  AttendStatus find() const {
+  CallStatus find() const {
     for (int64_t b = 0; b < p_.batch; ++b) {
       const int64_t begin = p_.cu_seqlens_q[b], end = p_.cu_seqlens_q[b + 1];
       for (int64_t row = begin; row < end; ++row) {
         const int64_t position = p_.seq_lens[b] - (end - row);
         if (position < 0) continue;
         for (int32_t group = 0; group < groups(p_); ++group) {
-          const AttendStatus status = find(b, row, position, group);
-          if (status.error != AttendError::kNone) return status;
+          const CallStatus status = find(b, row, position, group);
+          if (status.error != CallError::kNone) return status;
         }
       }
     }
@@ -102,30 +89,29 @@ class Finder {
   }
 
  private:
-  AttendStatus find(int64_t b, int64_t row, int64_t position, int32_t group) const {
+  CallStatus find(int64_t b, int64_t row, int64_t position, int32_t group) const {
     if (p_.window.given) {
-      const AttendStatus status = find(p_.window, b, row, position, 0);
-      if (status.error != AttendError::kNone) return status;
+      const CallStatus status = find(p_.window, b, row, position, 0);
+      if (status.error != CallError::kNone) return status;
     }
     if (!p_.main.given) return {};
     return find(p_.main, b, row, position, group * p_.main.index_heads / groups(p_));
   }
 
-  AttendStatus find(const PlaneParams& plane, int64_t b, int64_t row, int64_t position,
-                    int64_t index_head) const {
+  CallStatus find(const PlaneParams& plane, int64_t b, int64_t row, int64_t position,
+                  int64_t index_head) const {
     const bool in_window = &plane == &p_.window;
     const int32_t* table = plane.page_table + b * plane.page_table_stride;
     const std::vector<EntryRange> runs = entries(plane, b, row, position, index_head);
     int64_t last = -1;
     for (const EntryRange& run : runs) last = run.high - 1 > last ? run.high - 1 : last;
     if (last >= plane.max_pages * plane.page_size)
-      return {AttendError::kEntryUnpaged, in_window, {last, b}};
+      return {CallError::kEntryUnpaged, in_window, {last, b}};
     for (const EntryRange& run : runs) {
       for (int64_t column = run.low / plane.page_size; column * plane.page_size < run.high;
            ++column) {
         const int64_t page = table[column];
-        if (page < 0 || page >= plane.pages)
-          return {AttendError::kPageOutside, in_window, {b, page}};
+        if (page < 0 || page >= plane.pages) return {CallError::kPageOutside, in_window, {b, page}};
       }
     }
     return {};
@@ -314,11 +300,11 @@ class Call {
 
 }  // namespace
 
-AttendStatus attend(const AttendParams& p) {
-  const AttendStatus status = check_lengths(p);
-  if (status.error != AttendError::kNone) return status;
+CallStatus attend(const AttendParams& p) {
+  const CallStatus status = check_lengths(p);
+  if (status.error != CallError::kNone) return status;
   fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);
-  return Call(p).run() ? AttendStatus{} : Finder(p).find();
+  return Call(p).run() ? CallStatus{} : Finder(p).find();
 }
 
 }  // namespace sparse_attn

@@ -10,37 +10,8 @@ namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
 namespace {
 
-constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
 // Up to so many lanes, vectors hold keys instead of lanes, which would leave them half empty.
 constexpr int kFewLanes = kWidth / 2;
-
-// Keys of one call of `qk`, and lanes of one call of `pv`: two vectors of sums for each, in the
-// registers there are.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kQkRows = 8, kPvLanes = 8;
-#else
-constexpr int kQkRows = 4, kPvLanes = 4;
-#endif
-
-// Hands out aligned parts of one allocation. Without memory it only counts.
-class Carver {
- public:
-  explicit Carver(char* memory) : memory_(memory) {}
-
-  template <class T>
-  T* take(int64_t count) {
-    T* part = memory_ ? reinterpret_cast<T*>(memory_ + taken_) : nullptr;
-    taken_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-    return part;
-  }
-
-  int64_t taken() const { return taken_; }
-
- private:
-  char* memory_;
-  int64_t taken_ = 0;
-};
 
 // What attending some entries leaves: for each lane the maximum m of its scores, l = sum 2^(s - m),
 // o = sum 2^(s - m) v.
@@ -125,44 +96,6 @@ inline void finish(const AttendParams& p, const Block& block, const Shape& shape
               p.out + at * p.v_dim * element_bytes(p.q_format));
   }
 }
-
-template <Format kFrom>
-inline void convert_row(const char* row, int32_t dim, float* to) {
-  constexpr int32_t kSize = element_bytes(kFrom);
-  int32_t i = 0;
-  for (; i + kWidth <= dim; i += kWidth) store(to + i, load_as_floats<kFrom>(row + i * kSize));
-  if (i == dim) return;
-  char rest[4 * kWidth] = {};
-  memcpy(rest, row + i * kSize, static_cast<size_t>((dim - i) * kSize));
-  const Floats x = load_as_floats<kFrom>(rest);
-  for (int j = 0; i + j < dim; ++j) to[i + j] = x[j];
-}
-
-inline void convert_row(Format from, const char* row, int32_t dim, float* to) {
-  switch (from) {
-    case Format::kFp32:
-      return convert_row<Format::kFp32>(row, dim, to);
-    case Format::kBf16:
-      return convert_row<Format::kBf16>(row, dim, to);
-    case Format::kFp16:
-      return convert_row<Format::kFp16>(row, dim, to);
-    default:
-      return convert_row<Format::kInt8>(row, dim, to);
-  }
-}
-
-#if defined(__AVX512BF16__)
-// To bf16, from the one format of another type that has only values of bf16: int8.
-inline void convert_row(Format, const char* row, int32_t dim, uint16_t* to) {
-  int32_t i = 0;
-  for (; i + kPanel <= dim; i += kPanel) {
-    store(to + i, join_bf16(load_as_floats<Format::kInt8>(row + i),
-                            load_as_floats<Format::kInt8>(row + i + kWidth)));
-  }
-  for (; i < dim; ++i)
-    to[i] = float_to_bf16(static_cast<float>(reinterpret_cast<const int8_t*>(row)[i]));
-}
-#endif
 
 inline bool all_finite(const float* x, int32_t count) {
   uint32_t largest_exponent = 0;

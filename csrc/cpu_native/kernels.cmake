@@ -1,5 +1,6 @@
 # Adds the library sparse_attn_cpu: the kernels, which know neither Python nor torch.
-set(kernels attend.cpp isa.cpp memory.cpp parallel.cpp store.cpp attend_portable.cpp)
+set(kernels attend.cpp best.cpp isa.cpp memory.cpp parallel.cpp select.cpp store.cpp)
+list(APPEND kernels attend_portable.cpp select_portable.cpp)
 set(instruction_sets portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
@@ -8,10 +9,12 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     -Wno-maybe-uninitialized)
   set(avx512_bf16 ${avx512} -mavx512bf16)
   foreach(isa avx2 avx512 avx512_bf16)
-    list(APPEND kernels attend_${isa}.cpp)
     list(APPEND instruction_sets ${isa})
-    set_source_files_properties("${CMAKE_CURRENT_LIST_DIR}/attend_${isa}.cpp"
-      PROPERTIES COMPILE_OPTIONS "${${isa}}")
+    foreach(op attend select)
+      list(APPEND kernels ${op}_${isa}.cpp)
+      set_source_files_properties("${CMAKE_CURRENT_LIST_DIR}/${op}_${isa}.cpp"
+        PROPERTIES COMPILE_OPTIONS "${${isa}}")
+    endforeach()
   endforeach()
 endif()
 list(TRANSFORM kernels PREPEND "${CMAKE_CURRENT_LIST_DIR}/")

@@ -48,6 +48,14 @@ struct Bf16 {
 
 constexpr int kPanel = 2 * kWidth;  // lanes of a panel of queries, elements of a panel of values
 
+// Keys of one call of `qk`, and lanes of one call of `pv`: two vectors of sums for each, in the
+// registers there are.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kQkRows = 8, kPvLanes = 8;
+#else
+constexpr int kQkRows = 4, kPvLanes = 4;
+#endif
+
 // Scores of kRows keys: s[r * ld + lane] = (adds ? s[r * ld + lane] : 0) + key r . query of the
 // lane. `q` holds the panel, [ceil(dim / kGroup)][kVectors * kWidth].
 template <class Mode, int kRows, int kVectors>

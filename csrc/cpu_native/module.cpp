@@ -1,5 +1,5 @@
-// The Python module sparse_attn._cpu_native. It only registers: arguments.cpp reads, attend.cpp and
-// store.cpp work.
+// The Python module sparse_attn._cpu_native. It only registers: arguments.cpp reads, attend.cpp,
+// select.cpp and store.cpp work.
 #include <pybind11/pybind11.h>
 
 #include "arguments.h"
@@ -19,17 +19,38 @@ PYBIND11_MODULE(_cpu_native, m) {
                                        static_cast<Format>(rope_format));
         p.threads = threads;
         p.isa = static_cast<Isa>(isa);
-        AttendStatus status;
+        CallStatus status;
         {
           py::gil_scoped_release release;
           status = attend(p);
         }
-        if (status.error == AttendError::kNone) return py::none();
-        return py::make_tuple(kAttendErrorNames[static_cast<int>(status.error)], status.in_window,
+        if (status.error == CallError::kNone) return py::none();
+        return py::make_tuple(kCallErrorNames[static_cast<int>(status.error)], status.in_window,
                               status.values[0], status.values[1]);
       },
       "Runs attend. Returns None, or (name of the error, in the window plane, first value, second "
       "value).");
+
+  m.def(
+      "select",
+      [](py::handle call, py::handle indices, py::handle counts, py::handle values,
+         py::handle candidate_blocks, int q_format, int weight_format, int threads,
+         int isa) -> py::object {
+        SelectParams p =
+            select_params(call, indices, counts, values, candidate_blocks,
+                          static_cast<Format>(q_format), static_cast<Format>(weight_format));
+        p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
+        CallStatus status;
+        {
+          py::gil_scoped_release release;
+          status = select(p);
+        }
+        if (status.error == CallError::kNone) return py::none();
+        return py::make_tuple(kCallErrorNames[static_cast<int>(status.error)], status.in_window,
+                              status.values[0], status.values[1]);
+      },
+      "Runs select. Returns as attend does.");
 
   m.def(
       "store",
@@ -49,7 +70,7 @@ PYBIND11_MODULE(_cpu_native, m) {
         return names;
       },
       "Names of the instruction sets that this machine runs; an index is the number that attend "
-      "takes.");
+      "and select take.");
 
   m.def(
       "formats",

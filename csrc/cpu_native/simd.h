@@ -104,6 +104,53 @@ SPARSE_ATTN_INLINE float largest(Floats x) {
   return result;
 }
 
+// Bit i: a[i] > b[i]. NaN is not.
+SPARSE_ATTN_INLINE uint32_t greater(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kWidth; ++i) bits |= static_cast<uint32_t>(a[i] > b[i]) << i;
+  return bits;
+#endif
+}
+
+// Rounded to the nearest number of bf16, ties to even; NaN stays NaN.
+SPARSE_ATTN_INLINE Floats round_to_bf16(Floats x) {
+  const Ints bits = (Ints)x;
+  const Ints odd = (bits >> 16) & broadcast_int(1);
+  const Ints rounded = (bits + broadcast_int(0x7fff) + odd) & broadcast_int(~0xffff);
+  return x == x ? (Floats)rounded : x;
+}
+
+typedef double Doubles __attribute__((vector_size(kBytes)));
+typedef float HalfFloats __attribute__((vector_size(kBytes / 2), aligned(4), may_alias));
+
+constexpr int kDoubles = kWidth / 2;
+
+SPARSE_ATTN_INLINE Doubles load_doubles(const float* p) {
+  return __builtin_convertvector(*reinterpret_cast<const HalfFloats*>(p), Doubles);
+}
+
+SPARSE_ATTN_INLINE void store_floats(float* p, Doubles x) {
+  *reinterpret_cast<HalfFloats*>(p) = __builtin_convertvector(x, HalfFloats);
+}
+
+// a * b + c
+SPARSE_ATTN_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) {
+#if defined(__AVX512F__)
+  return (Doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__)
+  return (Doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__aarch64__)
+  return vfmaq_f64(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
 // 2^x for x <= 0, within one unit in the last place. Exactly 1 at 0 and exactly 0 below -126; NaN
 // stays NaN. The polynomial is the minimax fit of the relative error on [-1/2, 1/2] with p(0) = 1.
 SPARSE_ATTN_INLINE Floats exp2(Floats x) {

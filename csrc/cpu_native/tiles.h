@@ -2,16 +2,13 @@
 // found through index lists, ranges and page tables. Nothing that no lane sees is read.
 #pragma once
 
-#include "schedule.h"
-#include "simd.h"
+#include "rows.h"
 
 namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
 namespace {
 
 constexpr int kPad = 16;  // kernels take rows in groups of at most this many
-
-constexpr float kNoScore = -3.40282347e38f;  // a running maximum before the first score
 
 struct Tile {
   const PlaneParams* plane;
@@ -33,47 +30,6 @@ struct Tile {
     for (int n = 0; n < kTile + kPad; ++n) k[n] = rope[n] = v[n] = zeros;
     for (int n = 0; n < kTile; ++n) k_scale[n] = v_scale[n] = 1;
   }
-};
-
-// Bits [low, high) of a tile's 64 rows; bounds outside of the tile are clipped.
-SPARSE_ATTN_INLINE uint64_t row_bits(int64_t low, int64_t high) {
-  static_assert(kTile == 64, "a row of a tile is a bit of a word");
-  if (low < 0) low = 0;
-  if (high > 64) high = 64;
-  if (low >= high) return 0;
-  return (~uint64_t{0} >> (64 - (high - low))) << low;
-}
-
-// Finds the page of entries of one sequence. Division by page_size is a multiplication.
-class Pager {
- public:
-  void open(const PlaneParams& plane, int64_t sequence) {
-    page_size_ = plane.page_size;
-    inverse_ = page_size_ == 1 ? 0 : UINT64_MAX / static_cast<uint64_t>(page_size_) + 1;
-    table_ = plane.page_table + sequence * plane.page_table_stride;
-    max_pages_ = plane.max_pages;
-    pages_ = plane.pages;
-  }
-
-  // False if the entry has no page. `entry` is in [0, 2^31).
-  bool find(int64_t entry, int32_t* page, int32_t* offset) const {
-    int64_t column = entry;
-    if (page_size_ != 1) {
-      column = static_cast<int64_t>(
-          (static_cast<unsigned __int128>(inverse_) * static_cast<uint64_t>(entry)) >> 64);
-    }
-    if (column >= max_pages_) return false;
-    *page = table_[column];
-    *offset = static_cast<int32_t>(entry - column * page_size_);
-    return *page >= 0 && *page < pages_;
-  }
-
- private:
-  int64_t page_size_ = 1;
-  uint64_t inverse_ = 0;
-  const int32_t* table_ = nullptr;
-  int64_t max_pages_ = 0;
-  int64_t pages_ = 0;
 };
 
 class TileStream {

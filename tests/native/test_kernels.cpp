@@ -474,8 +474,8 @@ void test_random_calls(int count) {
         c.p.threads = threads;
         std::fill(c.out.begin(), c.out.end(), 0x7f);
         std::fill(c.lse.begin(), c.lse.end(), NAN);
-        const AttendStatus status = attend(c.p);
-        CHECK(status.error == AttendError::kNone, "%s %s: error %d, %d, %d", name, c.words.c_str(),
+        const CallStatus status = attend(c.p);
+        CHECK(status.error == CallError::kNone, "%s %s: error %d, %d, %d", name, c.words.c_str(),
               int(status.error), int(status.values[0]), int(status.values[1]));
         if (threads > 1) {
           CHECK(c.out == out, "%s %s: bits depend on threads", name, c.words.c_str());
@@ -496,25 +496,25 @@ void test_refusals() {
   struct Refusal {
     const char* what;
     void (*spoil)(Case&);
-    AttendError error;
+    CallError error;
     int64_t first, second;
   };
   constexpr Refusal kRefusals[] = {
-      {"first start", [](Case& c) { c.starts[0] = 1; }, AttendError::kFirstStart, 1, 0},
-      {"last start", [](Case& c) { c.starts[2] = 5; }, AttendError::kLastStart, 5, 0},
-      {"descending", [](Case& c) { c.starts = {0, 2, 1}; }, AttendError::kDescending, 0, 0},
-      {"int32 overflow", [](Case& c) { c.starts[1] = INT32_MIN; }, AttendError::kDescending, 0, 0},
-      {"rows", [](Case& c) { c.p.max_seqlen_q = 1; }, AttendError::kTooManyRows, 2, 0},
-      {"length", [](Case& c) { c.lengths[1] = 41; }, AttendError::kTooLong, 41, 0},
-      {"short table", [](Case& c) { c.p.main.max_pages = 2; }, AttendError::kEntryUnpaged, 38, 1},
+      {"first start", [](Case& c) { c.starts[0] = 1; }, CallError::kFirstStart, 1, 0},
+      {"last start", [](Case& c) { c.starts[2] = 5; }, CallError::kLastStart, 5, 0},
+      {"descending", [](Case& c) { c.starts = {0, 2, 1}; }, CallError::kDescending, 0, 0},
+      {"int32 overflow", [](Case& c) { c.starts[1] = INT32_MIN; }, CallError::kDescending, 0, 0},
+      {"rows", [](Case& c) { c.p.max_seqlen_q = 1; }, CallError::kTooManyRows, 2, 0},
+      {"length", [](Case& c) { c.lengths[1] = 41; }, CallError::kTooLong, 41, 0},
+      {"short table", [](Case& c) { c.p.main.max_pages = 2; }, CallError::kEntryUnpaged, 38, 1},
       {"far range",
        [](Case& c) {
          c.main.range = {0, 4, 0, INT32_MAX, 0, 4};
          c.p.main.range = c.main.range.data();
        },
-       AttendError::kEntryUnpaged, INT32_MAX - 1, 1},
-      {"page below", [](Case& c) { c.main.table[4] = -1; }, AttendError::kPageOutside, 1, -1},
-      {"page above", [](Case& c) { c.main.table[5] = 6; }, AttendError::kPageOutside, 1, 6},
+       CallError::kEntryUnpaged, INT32_MAX - 1, 1},
+      {"page below", [](Case& c) { c.main.table[4] = -1; }, CallError::kPageOutside, 1, -1},
+      {"page above", [](Case& c) { c.main.table[5] = 6; }, CallError::kPageOutside, 1, 6},
       {"page of a list",
        [](Case& c) {
          c.main.table[5] = INT32_MIN;
@@ -525,7 +525,7 @@ void test_refusals() {
          c.p.main.index_strides[0] = c.p.main.index_strides[1] = 2;
          c.p.main.index_strides[2] = 1;
        },
-       AttendError::kPageOutside, 1, INT32_MIN},
+       CallError::kPageOutside, 1, INT32_MIN},
   };
   for (const Refusal& refusal : kRefusals) {
     for (int32_t threads : {1, 3}) {
@@ -555,9 +555,9 @@ void test_refusals() {
       p.q = c.q.data();
       p.out = c.out.data();
       p.main.page_table = c.main.table.data();
-      CHECK(attend(p).error == AttendError::kNone, "before it is spoilt");
+      CHECK(attend(p).error == CallError::kNone, "before it is spoilt");
       refusal.spoil(c);
-      const AttendStatus status = attend(p);
+      const CallStatus status = attend(p);
       CHECK(status.error == refusal.error && status.values[0] == refusal.first &&
                 status.values[1] == refusal.second,
             "%s: error %d, %lld, %lld", refusal.what, int(status.error),

@@ -1,0 +1,115 @@
+// Rows of paged planes: where an entry lies, and its elements in another type.
+#pragma once
+
+#include "micro.h"
+#include "schedule.h"
+
+namespace sparse_attn {
+namespace SPARSE_ATTN_ISA {
+namespace {
+
+constexpr float kNoScore = -3.40282347e38f;  // a running maximum before the first score
+
+constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Hands out aligned parts of one allocation. Without memory it only counts.
+class Carver {
+ public:
+  explicit Carver(char* memory) : memory_(memory) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    T* part = memory_ ? reinterpret_cast<T*>(memory_ + taken_) : nullptr;
+    taken_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return part;
+  }
+
+  int64_t taken() const { return taken_; }
+
+ private:
+  char* memory_;
+  int64_t taken_ = 0;
+};
+
+// Bits [low, high) of a tile's 64 rows; bounds outside of the tile are clipped.
+SPARSE_ATTN_INLINE uint64_t row_bits(int64_t low, int64_t high) {
+  static_assert(kTile == 64, "a row of a tile is a bit of a word");
+  if (low < 0) low = 0;
+  if (high > 64) high = 64;
+  if (low >= high) return 0;
+  return (~uint64_t{0} >> (64 - (high - low))) << low;
+}
+
+// Finds the page of entries of one sequence. Division by page_size is a multiplication.
+class Pager {
+ public:
+  void open(const PlaneParams& plane, int64_t sequence) {
+    page_size_ = plane.page_size;
+    inverse_ = page_size_ == 1 ? 0 : UINT64_MAX / static_cast<uint64_t>(page_size_) + 1;
+    table_ = plane.page_table + sequence * plane.page_table_stride;
+    max_pages_ = plane.max_pages;
+    pages_ = plane.pages;
+  }
+
+  // False if the entry has no page. `entry` is in [0, 2^31).
+  bool find(int64_t entry, int32_t* page, int32_t* offset) const {
+    int64_t column = entry;
+    if (page_size_ != 1) {
+      column = static_cast<int64_t>(
+          (static_cast<unsigned __int128>(inverse_) * static_cast<uint64_t>(entry)) >> 64);
+    }
+    if (column >= max_pages_) return false;
+    *page = table_[column];
+    *offset = static_cast<int32_t>(entry - column * page_size_);
+    return *page >= 0 && *page < pages_;
+  }
+
+ private:
+  int64_t page_size_ = 1;
+  uint64_t inverse_ = 0;
+  const int32_t* table_ = nullptr;
+  int64_t max_pages_ = 0;
+  int64_t pages_ = 0;
+};
+
+template <Format kFrom>
+inline void convert_row(const char* row, int32_t dim, float* to) {
+  constexpr int32_t kSize = element_bytes(kFrom);
+  int32_t i = 0;
+  for (; i + kWidth <= dim; i += kWidth) store(to + i, load_as_floats<kFrom>(row + i * kSize));
+  if (i == dim) return;
+  char rest[4 * kWidth] = {};
+  memcpy(rest, row + i * kSize, static_cast<size_t>((dim - i) * kSize));
+  const Floats x = load_as_floats<kFrom>(rest);
+  for (int j = 0; i + j < dim; ++j) to[i + j] = x[j];
+}
+
+inline void convert_row(Format from, const char* row, int32_t dim, float* to) {
+  switch (from) {
+    case Format::kFp32:
+      return convert_row<Format::kFp32>(row, dim, to);
+    case Format::kBf16:
+      return convert_row<Format::kBf16>(row, dim, to);
+    case Format::kFp16:
+      return convert_row<Format::kFp16>(row, dim, to);
+    default:
+      return convert_row<Format::kInt8>(row, dim, to);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// To bf16, from the one format of another type that has only values of bf16: int8.
+inline void convert_row(Format, const char* row, int32_t dim, uint16_t* to) {
+  int32_t i = 0;
+  for (; i + kPanel <= dim; i += kPanel) {
+    store(to + i, join_bf16(load_as_floats<Format::kInt8>(row + i),
+                            load_as_floats<Format::kInt8>(row + i + kWidth)));
+  }
+  for (; i < dim; ++i)
+    to[i] = float_to_bf16(static_cast<float>(reinterpret_cast<const int8_t*>(row)[i]));
+}
+#endif
+
+}  // namespace
+}  // namespace SPARSE_ATTN_ISA
+}  // namespace sparse_attn

@@ -1,0 +1,489 @@
+#include "select.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <vector>
+
+#include "memory.h"
+#include "parallel.h"
+#include "select_schedule.h"
+
+namespace sparse_attn {
+namespace {
+
+const SelectKernels& kernels_for(Isa isa) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case Isa::kAvx512Bf16:
+      return kAvx512Bf16SelectKernels;
+    case Isa::kAvx512:
+      return kAvx512SelectKernels;
+    case Isa::kAvx2:
+      return kAvx2SelectKernels;
+    case Isa::kPortable:
+      break;
+  }
+#else
+  (void)isa;
+#endif
+  return kPortableSelectKernels;
+}
+
+int64_t ceil_divide(int64_t x, int64_t by) { return x / by + (x % by != 0); }
+
+int64_t size_of(const EntryRange& range) { return range.high - range.low; }
+
+EntryRange common(const EntryRange& a, const EntryRange& b) {
+  const int64_t low = std::max(a.low, b.low);
+  return {low, std::max(low, std::min(a.high, b.high))};
+}
+
+bool scores_all(const SelectParams& p) { return p.has_values || p.candidate_k > 0 || p.by_score; }
+
+// Visible entries in the row's candidate blocks, ascending.
+std::vector<Run> candidate_runs(const SelectParams& p, int64_t row, int32_t list,
+                                const EntryRange& entries) {
+  const int64_t* strides = p.candidate_strides;
+  const int32_t* from =
+      p.candidates + row * strides[0] + (p.candidate_heads > 1 ? list : 0) * strides[1];
+  std::vector<int64_t> blocks;
+  for (int64_t i = 0; i < p.candidate_count; ++i) {
+    const int64_t block = from[i * strides[2]];
+    if (block >= 0 && block <= entries.high / p.candidate_block) blocks.push_back(block);
+  }
+  std::sort(blocks.begin(), blocks.end());
+  blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
+  std::vector<Run> runs;
+  int64_t place = 0;
+  for (int64_t block : blocks) {
+    const EntryRange run =
+        common(entries, {block * p.candidate_block, (block + 1) * p.candidate_block});
+    if (size_of(run) == 0) continue;
+    if (!runs.empty() && runs.back().high == run.low) {
+      runs.back().high = run.high;
+    } else {
+      runs.push_back({place, run.low, run.high});
+    }
+    place += size_of(run);
+  }
+  return runs;
+}
+
+// What the row at token position `position` may select. `runs`: its candidates, if it has some.
+SelectRow make_row(const SelectParams& p, int64_t b, int64_t t, int64_t position,
+                   const std::vector<Run>* runs, const EntryRange& entries) {
+  SelectRow row;
+  row.row = t;
+  row.entries = entries;
+  const int64_t tokens = p.causal ? position + 1 : p.seq_lens[b];
+  const int64_t first = entries.low / p.block;
+  const int64_t covered =
+      size_of(entries) > 0 ? ceil_divide(entries.high + p.strides - 1, p.block) : first;
+  const int64_t last =
+      p.tail == Tail::kNone ? covered : ceil_divide(ceil_divide(tokens, p.keys.ratio), p.block);
+  row.units = {first, std::max(covered, last)};
+  const int64_t tail = row.units.high - covered;
+
+  int64_t budget = p.row_k ? std::min<int64_t>(std::max(p.row_k[t], 0), p.k) : p.k;
+  budget = std::max<int64_t>(budget - (p.tail == Tail::kReserved && tail == 0), 0);
+  const int64_t newest = std::min(std::max(p.keep_last, tail), size_of(row.units));
+  const int64_t oldest = std::min(p.keep_first, size_of(row.units) - newest);
+  row.last_kept = std::min(newest, budget);
+  row.first_kept = std::min(oldest, budget - row.last_kept);
+  row.free = {row.units.low + row.first_kept, row.units.high - row.last_kept};
+  row.wanted = budget - row.first_kept - row.last_kept;
+
+  int64_t others = size_of(row.free), places = 0;
+  if (runs) {
+    others = 0;
+    for (const Run& run : *runs) others += size_of(common({run.low, run.high}, row.free));
+    places = runs->empty() ? 0 : runs->back().place + runs->back().high - runs->back().low;
+  }
+  if (!scores_all(p) && others <= row.wanted) return row;
+  row.places = runs ? EntryRange{0, places} : pools_keys(p) ? EntryRange{first, covered} : entries;
+  row.scored = true;
+  return row;
+}
+
+// Visible entries of a row.
+EntryRange entries_of(const SelectParams& p, int64_t b, int64_t t, int64_t position) {
+  EntryRange range;
+  if (p.keys.range) {
+    range = {p.keys.range[2 * t], p.keys.range[2 * t + 1]};
+  } else {
+    const int64_t tokens = p.causal ? position + 1 : p.seq_lens[b];
+    range = {0, tokens / p.keys.ratio - p.strides + 1};
+  }
+  range.low = std::max<int64_t>(range.low, 0);
+  range.high = std::max(range.high, range.low);
+  return range;
+}
+
+// A block of lists and the memory that is found out for it.
+struct Work {
+  SelectBlock block;
+  std::vector<Run> runs;
+  int64_t first_chunk = 0, chunks = 0;
+  int32_t parts = 1;
+  std::atomic<int32_t> open_parts{1};
+};
+
+bool lists_agree(const SelectParams& p) { return !p.takes_candidates && !pools_keys(p); }
+
+// Sets what the block's rows select. False if an entry to be scored lies past the page table.
+bool make_block(const SelectParams& p, int64_t sequence, int64_t row, int64_t position,
+                int32_t rows, int32_t list, Work* work) {
+  SelectBlock& block = work->block;
+  block.sequence = sequence;
+  block.list = list;
+  block.rows = rows;
+  int64_t last_entry = -1;
+  EntryRange places = {INT64_MAX, 0};
+  for (int32_t r = 0; r < rows; ++r) {
+    const EntryRange entries = entries_of(p, sequence, row + r, position + r);
+    if (p.takes_candidates) work->runs = candidate_runs(p, row, list, entries);
+    const SelectRow made = make_row(p, sequence, row + r, position + r,
+                                    p.takes_candidates ? &work->runs : nullptr, entries);
+    block.row[r] = made;
+    if (size_of(made.places) == 0) continue;
+    places.low = std::min(places.low, made.places.low);
+    places.high = std::max(places.high, made.places.high);
+    last_entry =
+        std::max(last_entry, p.takes_candidates ? work->runs.back().high - 1 : entries.high - 1);
+  }
+  block.runs = p.takes_candidates ? work->runs.data() : nullptr;
+  block.run_count = static_cast<int64_t>(work->runs.size());
+  work->first_chunk = work->chunks = 0;
+  if (places.high == 0) return true;
+  work->first_chunk = places.low / kChunk;
+  work->chunks = ceil_divide(places.high, kChunk) - work->first_chunk;
+  return last_entry < p.keys.max_pages * p.keys.page_size;
+}
+
+// Chunks at whose multiples a block may be cut, so that no unit is; 0: nowhere.
+int64_t chunks_between_cuts(const SelectParams& p) {
+  int64_t chunks = 1;
+  for (int64_t unit :
+       {pools(p) && !pools_keys(p) ? p.block : 1, p.candidate_k > 0 ? p.candidate_block : 1}) {
+    if (p.strides > 1 || (kChunk % unit != 0 && unit % kChunk != 0)) return 0;
+    chunks = std::max(chunks, unit / kChunk);
+  }
+  return chunks;
+}
+
+// The first entry without a page that the specification comes upon.
+CallStatus find_unpaged(const SelectParams& p) {
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t begin = p.cu_seqlens_q[b], end = p.cu_seqlens_q[b + 1];
+    const int32_t* table = p.keys.page_table + b * p.keys.page_table_stride;
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t position = p.seq_lens[b] - (end - t);
+      for (int32_t list = 0; position >= 0 && list < p.lists; ++list) {
+        Work work;
+        const bool paged = make_block(p, b, t, position, 1, list, &work);
+        const SelectRow& row = work.block.row[0];
+        if (size_of(row.places) == 0) continue;
+        if (!p.takes_candidates) work.runs = {{0, row.entries.low, row.entries.high}};
+        if (!paged) return {CallError::kEntryUnpaged, false, {work.runs.back().high - 1, b}};
+        for (const Run& run : work.runs) {
+          for (int64_t column = run.low / p.keys.page_size; column * p.keys.page_size < run.high;
+               ++column) {
+            const int64_t page = table[column];
+            if (page < 0 || page >= p.keys.pages)
+              return {CallError::kPageOutside, false, {b, page}};
+          }
+        }
+      }
+    }
+  }
+  return {};
+}
+
+// Rows of one sequence that are processed together.
+struct Rows {
+  int64_t sequence, row, position;
+  int32_t rows;
+};
+
+void fill_empty(const SelectParams& p, int64_t begin, int64_t end) {
+  for (int64_t i = begin * p.lists; i < end * p.lists; ++i) {
+    p.counts[i] = 0;
+    std::fill_n(p.indices + i * p.k, p.k, -1);
+    if (p.values) std::fill_n(p.values + i * p.k, p.k, -INFINITY);
+    if (p.candidate_blocks) std::fill_n(p.candidate_blocks + i * p.candidate_k, p.candidate_k, -1);
+  }
+}
+
+std::vector<Rows> cut_rows(const SelectParams& p) {
+  const int64_t most =
+      lists_agree(p) ? std::min<int64_t>(std::max(kMaxLanes / heads_per_list(p), 1), kMaxRows) : 1;
+  std::vector<Rows> result;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t begin = p.cu_seqlens_q[b], end = p.cu_seqlens_q[b + 1];
+    int64_t row = end - p.seq_lens[b];  // stands at position 0
+    row = std::min(std::max(row, begin), end);
+    fill_empty(p, begin, row);
+    for (; row < end; row += most) {
+      const int64_t rows = std::min(end - row, most);
+      result.push_back({b, row, p.seq_lens[b] - (end - row), static_cast<int32_t>(rows)});
+    }
+  }
+  return result;
+}
+
+class Call {
+ public:
+  explicit Call(const SelectParams& p) : p_(p), kernels_(kernels_for(p.isa)), rows_(cut_rows(p)) {
+    for (const Rows& rows : rows_) most_rows_ = std::max(most_rows_, rows.rows);
+    // No list has more units than entries have pages, but for one at either end.
+    const int64_t entries = p.keys.max_pages * p.keys.page_size;
+    unit_words_ = best_words(p.k, entries + 2 * p.strides);
+    block_words_ = p.candidate_k > 0 ? best_words(p.candidate_k, entries + 1) : 0;
+    spare_words_ = std::max(unit_words_, block_words_);
+    scratch_bytes_ = kernels_.scratch_bytes(p, most_rows_);
+    sum_floats_ = kernels_.sum_floats(p, most_rows_);
+  }
+
+  // False if an entry has no page.
+  bool run() {
+    const int64_t items = static_cast<int64_t>(rows_.size()) * p_.lists;
+    if (items == 0) return true;
+    if (p_.threads == 1 || items >= 4 * p_.threads || chunks_between_cuts(p_) == 0) {
+      run_whole(items);
+    } else {
+      run_parts(items);
+    }
+    return !failed_;
+  }
+
+ private:
+  int64_t best_bytes() const { return most_rows_ * (unit_words_ + block_words_) * 8; }
+
+  int64_t worker_bytes() const { return (scratch_bytes_ + spare_words_ * 8 + 63) / 64 * 64; }
+
+  static char* aligned(char* at) { return at + (64 - reinterpret_cast<uintptr_t>(at) % 64) % 64; }
+
+  // Item i: lists vary fastest, so that threads share the pages of neighbours. Long rows first.
+  bool make(int64_t item, Work* work) const {
+    const Rows& rows = rows_[rows_.size() - 1 - static_cast<size_t>(item / p_.lists)];
+    return make_block(p_, rows.sequence, rows.row, rows.position, rows.rows,
+                      static_cast<int32_t>(item % p_.lists), work);
+  }
+
+  void open_best(const SelectBlock& block, char* memory, RowBest* best) const {
+    auto* words = reinterpret_cast<uint64_t*>(memory);
+    for (int32_t r = 0; r < block.rows; ++r) {
+      open(&best[r].units, words, unit_words_, block.row[r].wanted);
+      words += unit_words_;
+      open(&best[r].blocks, words, block_words_, std::max<int64_t>(p_.candidate_k - 1, 0));
+      words += block_words_;
+    }
+  }
+
+  void run_whole(int64_t items) {
+    const int64_t sums = (sum_floats_ * 4 + 63) / 64 * 64;
+    const int64_t bytes = worker_bytes() + sums + (best_bytes() + 63) / 64 * 64;
+    char* memory = thread_memory(0, bytes * p_.threads);
+    parallel_for(items, p_.threads, [&](int64_t item, int32_t worker) {
+      if (failed_.load(std::memory_order_relaxed)) return;
+      char* scratch = memory + worker * bytes;
+      auto* spare = reinterpret_cast<uint64_t*>(scratch + scratch_bytes_);
+      auto* running = reinterpret_cast<float*>(scratch + worker_bytes());
+      Work work;
+      RowBest best[kMaxRows];
+      bool paged = make(item, &work);
+      const SelectBlock& block = work.block;
+      const int64_t begin = work.first_chunk, end = begin + work.chunks;
+      open_best(block, scratch + worker_bytes() + sums, best);
+      if (paged && end > begin) {
+        if (sum_floats_ > 0) {
+          kernels_.clear(p_, block, running);
+          paged = kernels_.sum(p_, block, begin, end, scratch, running);
+        }
+        paged = paged && kernels_.score(p_, block, begin, end, scratch, running, spare, best);
+      }
+      if (!paged) {
+        failed_ = true;
+        return;
+      }
+      for (int32_t r = 0; r < block.rows; ++r) write(work, r, &best[r], spare);
+    });
+  }
+
+  // Cuts the places of each block into parts for the sake of threads.
+  void run_parts(int64_t items) {
+    std::vector<Work> works(static_cast<size_t>(items));
+    struct Part {
+      Work* work;
+      int64_t begin, end;  // chunks
+      int64_t number;      // of all parts
+    };
+    std::vector<Part> parts;
+    int64_t chunks = 0;
+    for (int64_t item = 0; item < items; ++item) {
+      if (!make(item, &works[static_cast<size_t>(item)])) {
+        failed_ = true;
+        return;
+      }
+      chunks += works[static_cast<size_t>(item)].chunks;
+    }
+    const int64_t grain = chunks_between_cuts(p_);
+    const int64_t each = ceil_divide(chunks / (4 * p_.threads) + 1, grain) * grain;
+    std::vector<int64_t> first_part, first_sum;
+    int64_t sums = 0;
+    for (Work& work : works) {
+      first_part.push_back(static_cast<int64_t>(parts.size()));
+      first_sum.push_back(sums);
+      const int64_t end = work.first_chunk + work.chunks;
+      int64_t begin = work.first_chunk;
+      do {
+        const int64_t next = std::min(begin / each * each + each, end);
+        parts.push_back({&work, begin, next, static_cast<int64_t>(parts.size())});
+        begin = next;
+      } while (begin < end);
+      work.open_parts = work.parts =
+          static_cast<int32_t>(parts.size() - static_cast<size_t>(first_part.back()));
+      sums += work.chunks + 1;
+    }
+    const int64_t count = static_cast<int64_t>(parts.size());
+    const int64_t worker = worker_bytes();
+    char* scratch = thread_memory(0, worker * p_.threads);
+    const int64_t sum_bytes = (sums * sum_floats_ * 4 + 63) / 64 * 64;
+    char* memory = thread_memory(1, sum_bytes + count * best_bytes());
+    auto* all_sums = reinterpret_cast<float*>(memory);
+    std::vector<RowBest> best(static_cast<size_t>(count) * kMaxRows);
+    const auto index_of = [&](const Work* work) {
+      return static_cast<size_t>(work - works.data());
+    };
+    // Running sums of the block, then those of each chunk.
+    const auto sums_of = [&](const Work* work) {
+      return all_sums + first_sum[index_of(work)] * sum_floats_;
+    };
+
+    if (sum_floats_ > 0) {
+      parallel_for(count, p_.threads, [&](int64_t i, int32_t w) {
+        const Part& part = parts[static_cast<size_t>(i)];
+        if (failed_.load(std::memory_order_relaxed)) return;
+        const SelectBlock& block = part.work->block;
+        for (int64_t chunk = part.begin; chunk < part.end; ++chunk) {
+          float* to = sums_of(part.work) + (1 + chunk - part.work->first_chunk) * sum_floats_;
+          kernels_.clear(p_, block, to);
+          if (!kernels_.sum(p_, block, chunk, chunk + 1, scratch + w * worker, to)) failed_ = true;
+        }
+        if (part.work->open_parts.fetch_sub(1) != 1) return;
+        float* running = sums_of(part.work);
+        kernels_.clear(p_, block, running);
+        for (int64_t c = 0; c < part.work->chunks; ++c)
+          kernels_.merge(p_, block, running + (1 + c) * sum_floats_, running);
+        part.work->open_parts = part.work->parts;
+      });
+    }
+    parallel_for(count, p_.threads, [&](int64_t i, int32_t w) {
+      const Part& part = parts[static_cast<size_t>(i)];
+      if (failed_.load(std::memory_order_relaxed)) return;
+      const SelectBlock& block = part.work->block;
+      auto* spare = reinterpret_cast<uint64_t*>(scratch + w * worker + scratch_bytes_);
+      RowBest* to = &best[static_cast<size_t>(i) * kMaxRows];
+      open_best(block, memory + sum_bytes + i * best_bytes(), to);
+      if (part.end > part.begin &&
+          !kernels_.score(p_, block, part.begin, part.end, scratch + w * worker, sums_of(part.work),
+                          spare, to)) {
+        failed_ = true;
+        return;
+      }
+      if (part.work->open_parts.fetch_sub(1) != 1) return;
+      const int64_t first = first_part[index_of(part.work)];
+      for (int32_t r = 0; r < block.rows; ++r) {
+        RowBest joined = best[static_cast<size_t>(first * kMaxRows + r)];
+        std::vector<uint64_t> units, blocks;
+        for (int32_t n = 0; n < part.work->parts; ++n) {
+          RowBest& one = best[static_cast<size_t>((first + n) * kMaxRows + r)];
+          units.insert(units.end(), one.units.ranks, one.units.ranks + one.units.size);
+          blocks.insert(blocks.end(), one.blocks.ranks, one.blocks.ranks + one.blocks.size);
+        }
+        std::vector<uint64_t> room(std::max(units.size(), blocks.size()));
+        joined.units.ranks = units.data();
+        joined.units.size = static_cast<int64_t>(units.size());
+        joined.blocks.ranks = blocks.data();
+        joined.blocks.size = static_cast<int64_t>(blocks.size());
+        write(*part.work, r, &joined, room.data());
+      }
+    });
+  }
+
+  // Writes the outputs of one row.
+  void write(const Work& work, int32_t r, RowBest* best, uint64_t* spare) const {
+    const SelectRow& row = work.block.row[r];
+    const int64_t at = row.row * p_.lists + work.block.list;
+    fill_empty_list(at);
+    int32_t* const indices = p_.indices + at * p_.k;
+    float* const values = p_.values ? p_.values + at * p_.k : nullptr;
+    int64_t count = 0;
+    const auto put = [&](int64_t unit, float value) {
+      indices[count] = static_cast<int32_t>(unit);
+      if (values) values[count] = value;
+      ++count;
+    };
+    cut(&best->units, spare);
+    const uint64_t* ranks = best->units.ranks;
+    const int64_t found = best->units.size;
+    if (p_.by_score) {
+      std::vector<uint64_t> sorted(ranks, ranks + found);
+      for (int64_t u = row.units.low; u < row.free.low; ++u) sorted.push_back(ranked(INFINITY, u));
+      for (int64_t u = row.free.high; u < row.units.high; ++u)
+        sorted.push_back(ranked(INFINITY, u));
+      std::sort(sorted.begin(), sorted.end(), std::greater<uint64_t>());
+      for (uint64_t rank : sorted) put(number_of(rank), score_of(rank));
+    } else {
+      for (int64_t u = row.units.low; u < row.free.low; ++u) put(u, INFINITY);
+      if (row.scored) {
+        for (int64_t i = 0; i < found; ++i) put(number_of(ranks[i]), score_of(ranks[i]));
+      } else if (p_.takes_candidates) {
+        for (const Run& run : work.runs) {
+          const EntryRange range = common({run.low, run.high}, row.free);
+          for (int64_t u = range.low; u < range.high; ++u) put(u, 0);
+        }
+      } else {
+        for (int64_t u = row.free.low; u < row.free.high; ++u) put(u, 0);
+      }
+      for (int64_t u = row.free.high; u < row.units.high; ++u) put(u, INFINITY);
+    }
+    p_.counts[at] = static_cast<int32_t>(count);
+    if (!p_.candidate_blocks || size_of(row.units) == 0) return;
+    cut(&best->blocks, spare);
+    int32_t* blocks = p_.candidate_blocks + at * p_.candidate_k;
+    for (int64_t i = 0; i < best->blocks.size; ++i)
+      *blocks++ = static_cast<int32_t>(number_of(best->blocks.ranks[i]));
+    *blocks = static_cast<int32_t>((row.units.high - 1) / p_.candidate_block);
+  }
+
+  void fill_empty_list(int64_t at) const {
+    std::fill_n(p_.indices + at * p_.k, p_.k, -1);
+    if (p_.values) std::fill_n(p_.values + at * p_.k, p_.k, -INFINITY);
+    if (p_.candidate_blocks)
+      std::fill_n(p_.candidate_blocks + at * p_.candidate_k, p_.candidate_k, -1);
+  }
+
+  const SelectParams& p_;
+  const SelectKernels& kernels_;
+  const std::vector<Rows> rows_;
+  int32_t most_rows_ = 1;
+  int64_t unit_words_, block_words_, spare_words_;
+  int64_t scratch_bytes_, sum_floats_;
+  std::atomic<bool> failed_{false};
+};
+
+}  // namespace
+
+CallStatus select(const SelectParams& p) {
+  const CallStatus status = check_lengths(p);
+  if (status.error != CallError::kNone) return status;
+  fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);
+  return Call(p).run() ? CallStatus{} : find_unpaged(p);
+}
+
+}  // namespace sparse_attn
