@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from .planes import Plane
 
 
 class InvalidCall(ValueError):
-    """A call that breaks the contract of its op. Nothing was computed or written."""
+    """A call that breaks the contract of its op.
+
+    Nothing was computed or written, unless a value deep in the call is at fault, such as a page that the plane lacks:
+    then tensors that the caller gave to fill hold anything.
+    """
 
 
 def refuse(op: str, name: str, expected: str, got: object, do: str = "") -> InvalidCall:
@@ -132,6 +136,28 @@ def expect_scales(op: str, name: str, plane: Plane, slots: Tensor) -> None:
     wrong = used[(plane.scales(plane.at(used)) < 0).flatten(1).any(-1)]
     expected = f"no negative scale, as in every plane of format {plane.format.name!r}"
     expect(not len(wrong), op, name, expected, f"one in slot {wrong[:1].tolist()}", "pass the plane's own format")
+
+
+def expect_apart(op: str, name: str, written: Tensor, others: Iterable[Tensor]) -> None:
+    """Check that a tensor to be written shares no memory with ``others``, nor one of its elements with another."""
+    alone = all(size <= 1 or stride != 0 for size, stride in zip(written.shape, written.stride(), strict=True))
+    expect(alone, op, name, "elements that share no memory", f"strides {written.stride()}", "pass a tensor of its own")
+    storage = written.untyped_storage().data_ptr()
+    for other in others:
+        if other.untyped_storage().data_ptr() == storage and _meet(written, other):
+            raise refuse(
+                op, name, "memory that no other argument uses", "overlapping tensors", "pass a tensor of its own"
+            )
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether the spans of two tensors of one storage overlap."""
+    starts = [t.storage_offset() * t.element_size() for t in (a, b)]
+    ends = [
+        start + (sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
+        for start, t in zip(starts, (a, b), strict=True)
+    ]
+    return bool(a.numel() and b.numel()) and starts[0] < ends[1] and starts[1] < ends[0]
 
 
 def expect_batch(op: str, q: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> int:

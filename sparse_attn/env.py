@@ -59,3 +59,9 @@ CPU_ISA = Variable(
 )
 
 VARIABLES = (ALLOW_REFERENCE, CHECKS, LOG, CPU_ISA)
+
+
+def check() -> None:
+    """Raise ``ValueError`` for a variable with a value that it cannot have, so that a misspelling is not ignored."""
+    for variable in VARIABLES:
+        variable.get()

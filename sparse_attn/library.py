@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import env, registry
-from .checks import dtype_name, expect, expect_tensor
+from .checks import dtype_name, expect, expect_apart, expect_tensor
 
 _library = torch.library.Library("sparse_attn", "DEF")
 _DEVICE_KEYS = ("CPU", "CUDA", "PrivateUse1")
@@ -70,6 +70,8 @@ class Op:
     returns: tuple[Return, ...] = ()
     outputs: Callable[[Any], tuple[Output, ...]] = _no_outputs
     """One for each of ``returns``, on the device of the first argument; runs on fake tensors too."""
+    writes: tuple[str, ...] = ()
+    """Arguments that the op writes in place."""
     host_bounds: tuple[int, int] = (0, 0)
     """The range of positional arguments on which neither checks nor choice depend, as they change with every step."""
 
@@ -99,6 +101,7 @@ def route(
     )
     routed = _memo.get(key)
     if routed is None:
+        env.check()
         call = op.arguments(*args, **kwargs)
         outputs = _checked(op, call, given)
         routed = registry.choose(op.facts(call), call.backend), outputs
@@ -124,6 +127,14 @@ def _checked(op: Op, a: Any, given: dict[str, Any] | None) -> tuple[Output, ...]
     return outputs
 
 
+def _check_apart(op: Op, a: Any, written: dict[str, Tensor | None]) -> None:
+    """Refuse to write memory that the call also reads. It depends on addresses, so it is not remembered."""
+    named = {name: value for name, value in (a._asdict() | written).items() if isinstance(value, Tensor)}
+    for name, tensor in written.items():
+        if tensor is not None:
+            expect_apart(op.name, name, tensor, [other for n, other in named.items() if n != name])
+
+
 def define(op: Op) -> None:
     """Register ``op`` and, if it returns tensors, its overload ``out``, which fills the caller's."""
     _OPS.append(op)
@@ -131,6 +142,8 @@ def define(op: Op) -> None:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         impl, outputs = route(op, args, kwargs)
         a = op.arguments(*args, **kwargs)
+        if op.writes:
+            _check_apart(op, a, {name: getattr(a, name) for name in op.writes})
         returned, filled = _empty(a, outputs)
         impl.run(a, *filled)
         return returned
@@ -142,7 +155,9 @@ def define(op: Op) -> None:
     def kernel_out(*args: Any, **kwargs: Any) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
         impl, _ = route(op, args, kwargs, given)
-        impl.run(op.arguments(*args, **kwargs), *given.values())
+        a = op.arguments(*args, **kwargs)
+        _check_apart(op, a, given)
+        impl.run(a, *given.values())
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}

@@ -556,7 +556,9 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "page size": (dict(page_size=16), "attend: page_size: expected 0 or the plane's 4, got 16"),
     "v_dim": (dict(v_dim=17), "attend: v_dim: expected at most the 16 elements of a kv row, got 17"),
-    "nan scale": (dict(scale=float("nan")), "attend: scale: expected a finite number, got nan"),
+    "nan scale": (dict(scale=float("nan")), "attend: scale: expected a finite float32 number, got nan"),
+    "huge scale": (dict(scale=1e39), "attend: scale: expected a finite float32 number, got 1e+39"),
+    "no heads": (dict(kv=torch.zeros(25, 4, 0, 16)), "attend: kv: expected planes of at least 1 head, got 0"),
     "no plane": (
         dict(kv=None, page_table=None),
         "attend: kv: expected a main plane, a window plane (win), or both, got neither",
@@ -631,3 +633,34 @@ def test_values_that_would_read_elsewhere_are_refused(attend_impl, changes: dict
     with pytest.raises(sparse_attn.InvalidCall) as refused:
         torch.ops.sparse_attn.attend(**arguments)
     assert str(refused.value).startswith(sentence)
+
+
+def test_outputs_over_inputs_are_refused(attend_impl) -> None:
+    leading, kwargs = cases.attend()
+    q = leading[0]
+    lse = torch.empty(q.shape[:2])
+    pool = torch.zeros(2, *q.shape)
+    sentence = "attend: out: expected memory that no other argument uses, got overlapping tensors"
+    for out, changes in (
+        (q, {}),
+        (pool.flatten()[4 : 4 + q.numel()].view(q.shape), dict(q=pool[0])),
+        (kwargs["kv"].flatten()[: q.numel()].view(q.shape), {}),
+    ):
+        arguments = dict(zip(Attend._fields, leading, strict=False), **kwargs, backend=attend_impl.backend) | changes
+        with pytest.raises(sparse_attn.InvalidCall, match=sentence):
+            torch.ops.sparse_attn.attend.out(**arguments, out=out, lse=lse)
+    out = torch.empty(q.shape)
+    arguments = dict(zip(Attend._fields, leading, strict=False), **kwargs, backend=attend_impl.backend)
+    with pytest.raises(sparse_attn.InvalidCall, match="attend: out: expected memory that no other argument uses"):
+        torch.ops.sparse_attn.attend.out(**arguments, out=out, lse=out.flatten()[: lse.numel()].view(lse.shape))
+    beside = torch.zeros(2, *q.shape)  # one storage, apart
+    torch.ops.sparse_attn.attend.out(**(arguments | dict(q=beside[0])), out=beside[1], lse=lse)
+
+
+def test_keys_of_minus_infinity(attend_impl) -> None:
+    """A row whose every score is -inf attends nothing."""
+    leading, kwargs = cases.attend(v_format="fp32", sinks=True)
+    leading = (leading[0].abs() + 0.1, *leading[1:])
+    for changes in ({}, dict(sinks=None)):
+        out, lse = cases.run(attend_impl, leading, dict(kwargs, kv=torch.full_like(kwargs["kv"], -torch.inf)) | changes)
+        assert (out == 0).all() and (lse == -torch.inf).all()

@@ -154,5 +154,5 @@ def test_debug_checks(debug_checks) -> None:
     )
     refused(
         lambda: sparse_attn.convert(dst, dst, src_format="fp32", dst_format="fp32"),
-        "convert: dst: expected a plane in memory of its own, got the memory of src",
+        "convert: dst: expected memory that no other argument uses, got overlapping tensors; pass a tensor of its own",
     )

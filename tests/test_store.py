@@ -150,3 +150,14 @@ def test_the_reference_quantises_as_its_docstring_says() -> None:
     assert stored[0].tolist() == [1, -127, 64, 0] and scale[0] == 1  # halves go to even
     assert stored[1].tolist() == [0] * 4 and scale[1] == 0
     assert scale[2] == 2.0**-24 and stored[2].tolist() == [1, 0, 0, 0]  # rounded up to the smallest float16
+
+
+def test_overlapping_memory_is_refused(store_impl) -> None:
+    plane = torch.arange(8.0).view(1, 8, 1, 1)
+    before = plane.clone()
+    with pytest.raises(sparse_attn.InvalidCall, match="store: plane: expected memory that no other argument uses"):
+        sparse_attn.store(plane[0, :4], plane, torch.arange(1, 5), format="fp32", backend=store_impl.backend)
+    twice = torch.zeros(1, 8, 1, 4).expand(1, 8, 2, 4)
+    with pytest.raises(sparse_attn.InvalidCall, match="store: plane: expected elements that share no memory"):
+        sparse_attn.store(torch.ones(1, 2, 4), twice, torch.tensor([0]), format="fp32", backend=store_impl.backend)
+    assert torch.equal(plane, before) and (twice == 0).all()

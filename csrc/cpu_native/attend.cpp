@@ -17,7 +17,13 @@ namespace {
 constexpr int32_t kLeastLanes = 32;
 
 // Products of elements below which starting threads costs more than they save.
-constexpr int64_t kLeastWork = 1 << 20;
+constexpr int64_t kLeastWork = 1 << 21;
+
+// Bytes of partial results that a thread keeps for its next call.
+constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
+
+// Bytes of partial results above which one task attends all chunks of a block, which keeps two.
+constexpr int64_t kMostPartialBytes = int64_t{1} << 30;
 
 const Kernels& kernels_for(Isa isa) {
 #if defined(__x86_64__)
@@ -178,20 +184,24 @@ struct SharedBlock {
 
 class Call {
  public:
-  explicit Call(const AttendParams& p) : p_(p), kernels_(kernels_for(p.isa)), rows_(cut_rows(p)) {}
+  explicit Call(const AttendParams& p)
+      : p_(p),
+        kernels_(kernels_for(p.isa)),
+        rows_(cut_rows(p)),
+        threads_(has_work_for_threads() ? p.threads : 1) {}
 
   // False if an entry has no page.
   bool run() {
     const int64_t items = static_cast<int64_t>(rows_.size()) * groups(p_);
     if (items == 0) return true;
-    if (p_.threads == 1 || items >= 4 * p_.threads) {
+    if (threads_ == 1 || items >= 4 * threads_) {
       head_parts_ = 1;
       run_whole(items);
     } else {
       head_parts_ = heads_per_group(p_) / kLeastLanes;
-      if (head_parts_ > p_.threads) head_parts_ = p_.threads;
+      if (head_parts_ > threads_) head_parts_ = threads_;
       if (head_parts_ < 1) head_parts_ = 1;
-      if (items * head_parts_ >= p_.threads && head_parts_ > 1) {
+      if (items * head_parts_ >= threads_ && head_parts_ > 1) {
         run_whole(items * head_parts_);
       } else {
         head_parts_ = 1;
@@ -202,6 +212,26 @@ class Call {
   }
 
  private:
+  // Whether the call multiplies at least kLeastWork elements, by what its lists and ranges admit.
+  bool has_work_for_threads() const {
+    const int64_t each = static_cast<int64_t>(p_.heads) * (p_.qk_dim + p_.v_dim);
+    int64_t work = 0;
+    for (const Rows& rows : rows_) {
+      const int64_t last = rows.rows - 1;
+      for (const PlaneParams* plane : {&p_.window, &p_.main}) {
+        if (!plane->given) continue;
+        const EntryRange range = visible_range(*plane, p_.causal, rows.row + last,
+                                               rows.position + last, p_.seq_lens[rows.sequence]);
+        int64_t entries = range.high - range.low;
+        if (plane->listed && listed_entries(*plane, rows.row, 0) < entries)
+          entries = listed_entries(*plane, rows.row, 0);
+        work += rows.rows * entries * each;
+      }
+      if (work >= kLeastWork) return true;
+    }
+    return false;
+  }
+
   int32_t lanes_at_most() const {
     int32_t rows = 1;
     for (const Rows& r : rows_) rows = r.rows > rows ? r.rows : rows;
@@ -231,8 +261,8 @@ class Call {
 
   void run_whole(int64_t items) {
     const int64_t bytes = kernels_.scratch_bytes(p_, lanes_at_most());
-    char* scratch = thread_memory(0, bytes * p_.threads);
-    parallel_for(items, p_.threads, [&](int64_t item, int32_t worker) {
+    char* scratch = thread_memory(0, bytes * threads_);
+    parallel_for(items, threads_, [&](int64_t item, int32_t worker) {
       if (failed_.load(std::memory_order_relaxed)) return;
       Block block;
       if (!make_block(item, &block) ||
@@ -260,7 +290,13 @@ class Call {
       shared.first_partial = chunks;
       chunks += shared.block.chunks[0] + shared.block.chunks[1];
     }
-    const int64_t each = chunks / (4 * p_.threads) + 1;
+    const int32_t lanes = lanes_at_most();
+    const int64_t partial = kernels_.partial_floats(p_, lanes);
+    if (chunks > kMostPartialBytes / 4 / partial) {
+      run_whole(items);
+      return;
+    }
+    const int64_t each = chunks / (4 * threads_) + 1;
     for (SharedBlock& shared : blocks) {
       const int64_t count = shared.block.chunks[0] + shared.block.chunks[1];
       for (int64_t begin = 0; begin < count || begin == 0; begin += each) {
@@ -268,12 +304,10 @@ class Call {
         ++shared.open_tasks;
       }
     }
-    const int32_t lanes = lanes_at_most();
     const int64_t bytes = kernels_.scratch_bytes(p_, lanes);
-    const int64_t partial = kernels_.partial_floats(p_, lanes);
-    char* scratch = thread_memory(0, bytes * p_.threads);
+    char* scratch = thread_memory(0, bytes * threads_);
     float* partials = reinterpret_cast<float*>(thread_memory(1, chunks * partial * 4));
-    parallel_for(static_cast<int64_t>(tasks.size()), p_.threads, [&](int64_t i, int32_t worker) {
+    parallel_for(static_cast<int64_t>(tasks.size()), threads_, [&](int64_t i, int32_t worker) {
       if (failed_.load(std::memory_order_relaxed)) return;
       const Task& task = tasks[static_cast<size_t>(i)];
       SharedBlock& shared = *task.shared;
@@ -289,11 +323,13 @@ class Call {
       }
       if (!alone && shared.open_tasks.fetch_sub(1) == 1) kernels_.merge(p_, block, count, first);
     });
+    release_thread_memory(1, kMostKeptBytes);
   }
 
   const AttendParams& p_;
   const Kernels& kernels_;
   const std::vector<Rows> rows_;
+  const int32_t threads_;
   int32_t head_parts_ = 1;
   std::atomic<bool> failed_{false};
 };

@@ -17,10 +17,11 @@ struct Slot {
   int64_t bytes = 0;
 };
 
+thread_local Slot slots[2];
+
 }  // namespace
 
 char* thread_memory(int slot, int64_t bytes) {
-  static thread_local Slot slots[2];
   Slot& used = slots[slot];
   if (bytes > used.bytes) {
     used.memory.reset();
@@ -29,6 +30,10 @@ char* thread_memory(int slot, int64_t bytes) {
     used.bytes = bytes;
   }
   return used.memory.get();
+}
+
+void release_thread_memory(int slot, int64_t above) {
+  if (slots[slot].bytes > above) slots[slot] = Slot();
 }
 
 }  // namespace sparse_attn

@@ -9,4 +9,7 @@ namespace sparse_attn {
 // 1). What they hold is undefined. Throws std::bad_alloc.
 char* thread_memory(int slot, int64_t bytes);
 
+// Gives the memory of a slot back if it has more than `above` bytes.
+void release_thread_memory(int slot, int64_t above);
+
 }  // namespace sparse_attn

@@ -105,12 +105,13 @@ def check(a: Attend) -> None:
     expect(1 <= q_heads <= MAX_HEADS, "attend", "q", f"1 to {MAX_HEADS} heads (axis 1)", q_heads)
     batch = expect_batch("attend", a.q, a.cu_seqlens_q, a.seq_lens)
     expect(a.v_dim >= 1, "attend", "v_dim", "at least 1", a.v_dim)
-    expect(a.scale == a.scale and abs(a.scale) != float("inf"), "attend", "scale", "a finite number", a.scale)
+    expect(abs(a.scale) <= torch.finfo(torch.float32).max, "attend", "scale", "a finite float32 number", a.scale)
     expect(
         a.kv is not None or a.win is not None, "attend", "kv", "a main plane, a window plane (win), or both", "neither"
     )
     _check_main(a, batch)
     _check_window(a, batch)
+    expect(a.kv_heads >= 1, "attend", "kv", "planes of at least 1 head", a.kv_heads)
     expect(q_heads % a.kv_heads == 0, "attend", "q", f"a multiple of the planes' {a.kv_heads} heads", q_heads)
     if a.sinks is not None:
         expect_tensor("attend", "sinks", a.sinks, "Hq", (q_heads,), ("float32",), a.q.device, "all")

@@ -63,10 +63,8 @@ def check(a: Convert) -> None:
 
 
 def check_values(a: Convert) -> None:
-    """Raise ``InvalidCall`` for planes in one memory, a slot past its plane, two entries that go to one slot, or scales
-    that the source's format does not have."""
-    shared = a.src.untyped_storage().data_ptr() == a.dst.untyped_storage().data_ptr()
-    expect(not shared, "convert", "dst", "a plane in memory of its own", "the memory of src")
+    """Raise ``InvalidCall`` for a slot past its plane, two entries that go to one slot, or scales that the source's
+    format does not have."""
     src, dst = a.planes
     if a.src_slots is None or a.dst_slots is None:
         return
@@ -95,7 +93,7 @@ def facts(a: Convert) -> Call:
     )
 
 
-library.define(library.Op("convert", Convert, SCHEMA, check, check_values, facts))
+library.define(library.Op("convert", Convert, SCHEMA, check, check_values, facts, writes=("dst", "dst_scale")))
 
 
 def convert(

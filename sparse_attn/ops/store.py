@@ -71,7 +71,7 @@ def facts(a: Store) -> Call:
     )
 
 
-library.define(library.Op("store", Store, SCHEMA, check, check_values, facts))
+library.define(library.Op("store", Store, SCHEMA, check, check_values, facts, writes=("plane", "scale")))
 
 
 def store(

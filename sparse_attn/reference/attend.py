@@ -39,7 +39,8 @@ def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
                 lse[t, heads] = total.float()
             if a.sinks is not None:
                 total = torch.logaddexp(total, a.sinks[heads].double())
-            out[t, heads] = (torch.exp(scores - total[:, None]) @ values).to(out.dtype)
+            weights = torch.exp(scores - total[:, None]).where(total[:, None] != NEG_INF, 0.0)  # every score -inf
+            out[t, heads] = (weights @ values).to(out.dtype)
 
 
 def head_groups(a: Attend) -> Iterator[tuple[slice, int, int]]:
