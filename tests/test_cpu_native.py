@@ -22,9 +22,10 @@ import sparse_attn
 from sparse_attn import layout, library, registry
 
 ROOT = Path(__file__).parent.parent
-IMPL = next((impl for impl in registry.implementations("attend") if impl.backend == "cpu_native"), None)
-if IMPL is None or registry.availability(IMPL) is not None:
+NATIVE = [impl for impl in registry.implementations() if impl.backend == "cpu_native"]
+if not NATIVE or registry.availability(NATIVE[0]) is not None:
     pytest.skip("cpu_native is not built", allow_module_level=True)
+IMPL = next(impl for impl in NATIVE if impl.op == "attend")
 
 native = importlib.import_module("sparse_attn._cpu_native")
 INSTRUCTION_SETS = native.instruction_sets()
@@ -193,6 +194,22 @@ def test_store_does_not_depend_on_threads(threads) -> None:
 
 
 # the module
+
+
+def test_formats_are_those_of_layout() -> None:
+    read = set()
+    for name, code, bits, scale_bits in native.formats():
+        described = layout.FORMATS[name]
+        assert (described.code, described.bits, described.scale_bits, described.packed) == (
+            code,
+            bits,
+            scale_bits,
+            False,
+        )
+        read.add(name)
+    admitted = {value for impl in NATIVE for fact in ("format", "v_format", "win_format") if fact in impl.limits
+                for value in impl.limits[fact].values}  # fmt: skip
+    assert admitted - {""} == read
 
 
 def test_an_instruction_set_that_the_machine_lacks_is_refused(monkeypatch) -> None:

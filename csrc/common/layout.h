@@ -1,4 +1,4 @@
-// Mirrors sparse_attn/layout.py: the codes of the KV formats. A test compares the two.
+// Mirrors sparse_attn/layout.py: the KV formats that kernels here read. A test compares the two.
 #pragma once
 
 #include <stdint.h>

@@ -120,58 +120,6 @@ struct KeyParts {
   int32_t dim[2];
 };
 
-// Fetches the rows of the next tile into the second-level cache, a few lines at a time between the
-// products of this one: more at once would fill the buffers that the products' own reads need.
-class Prefetcher {
- public:
-  // To be spread over `calls` calls of `step`.
-  void open(const Tile* tile, int64_t calls) {
-    tile_ = tile;
-    row_ = tile ? tile->first : 0;
-    at_ = 0;
-    part_ = 0;
-    if (!tile) return;
-    const PlaneParams& plane = *tile->plane;
-    rows_[0] = tile->k;
-    rows_[1] = tile->v;
-    rows_[2] = tile->rope;
-    bytes_[0] = row_bytes(plane.k);
-    bytes_[1] = row_bytes(plane.v);
-    bytes_[2] = row_bytes(plane.rope);
-    int64_t lines = 0;
-    for (int64_t bytes : bytes_) lines += (bytes + 63) / 64;
-    lines_ = ((tile->last - tile->first) * lines + calls - 1) / calls;
-  }
-
-  SPARSE_ATTN_INLINE void step() {
-    if (!tile_) return;
-    for (int64_t i = 0; i < lines_; ++i) {
-      while (at_ >= bytes_[part_]) {
-        at_ = 0;
-        if (++part_ < 3) continue;
-        part_ = 0;
-        if (++row_ == tile_->last) {
-          tile_ = nullptr;
-          return;
-        }
-      }
-      prefetch(rows_[part_][row_] + at_);
-      at_ += 64;
-    }
-  }
-
- private:
-  static int64_t row_bytes(const PagedRows& rows) { return rows.dim * element_bytes(rows.format); }
-
-  const Tile* tile_ = nullptr;
-  const char* const* rows_[3];
-  int64_t bytes_[3];
-  int64_t lines_ = 0;
-  int32_t row_ = 0;
-  int part_ = 0;
-  int64_t at_ = 0;
-};
-
 // Attends chunks of one block of lanes.
 template <class Mode>
 class Attention {
@@ -195,7 +143,7 @@ class Attention {
     low_ = carver->take<int32_t>(shape_.padded_lanes);
     high_ = carver->take<int32_t>(shape_.padded_lanes);
     scores_ = carver->take<float>(kTile * shape_.padded_lanes);
-    q_row_ = carver->take<float>(p.qk_dim);
+    q_rows_ = carver->take<float>(p.q_format == Mode::kFormat ? 0 : kWidth * p.qk_dim);
     main_parts_ = {{p.qk_dim - shape_.rope_dim, shape_.rope_dim}};
     window_parts_ = {{p.qk_dim, 0}};
     q_main_ = q_window_ = carver->take<float>(packed_floats(main_parts_));
@@ -272,32 +220,39 @@ class Attention {
 
   // Packs the block's queries for `qk` (panels of [step][lane]) or `qk_few` ([lane][step]).
   void pack(const KeyParts& parts, float* q) {
-    memset(q, 0, static_cast<size_t>(packed_floats(parts)) * 4);
     const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
-    for (int32_t lane = 0; lane < shape_.lanes; ++lane) {
-      const int64_t row = block_.row + lane / block_.heads,
-                    head = block_.head + lane % block_.heads;
-      const char* from = p_.q + row * p_.q_strides[0] + head * p_.q_strides[1];
-      const Element* elements = query_row(from);
-      const int64_t first_lane = lane / kPanel * kPanel;
-      const int64_t width = panel_lanes(first_lane);
-      float* to = few_ ? q + lane * all_steps : q + first_lane * all_steps + (lane - first_lane);
+    if (few_) memset(q, 0, static_cast<size_t>(packed_floats(parts)) * 4);
+    for (int32_t lane = 0; lane < shape_.padded_lanes; lane += kWidth) {
+      const char* rows[kWidth];
+      for (int i = 0; i < kWidth; ++i)
+        rows[i] = lane + i < shape_.lanes ? query(lane + i, i) : zeros_;
+      const int64_t panel = lane / kPanel * kPanel, width = panel_lanes(panel);
+      float* to = few_ ? q : q + panel * all_steps + (lane - panel);
       for (int32_t dim : parts.dim) {
-        for (int32_t i = 0; i < dim; i += Mode::kGroup) {
-          const int32_t group = dim - i < Mode::kGroup ? dim - i : Mode::kGroup;
-          memcpy(to + i / Mode::kGroup * (few_ ? 1 : width), elements + i,
-                 static_cast<size_t>(group * kElement));
+        if (few_) {
+          for (int32_t i = 0; i < shape_.lanes; ++i) {
+            memcpy(to + i * all_steps, rows[i], static_cast<size_t>(dim * kElement));
+          }
+          to += steps(dim);
+        } else {
+          transpose_rows<Mode>(rows, dim, [=](int32_t step, int count, const Floats* x) {
+            for (int j = 0; j < count; ++j) store(to + (step + j) * width, x[j]);
+          });
+          to += steps(dim) * width;
         }
-        elements += dim;
-        to += steps(dim) * (few_ ? 1 : width);
+        for (const char*& row : rows) row += dim * kElement;
       }
     }
   }
 
-  const Element* query_row(const char* from) {
-    if (p_.q_format == Mode::kFormat) return reinterpret_cast<const Element*>(from);
-    if constexpr (Mode::kGroup == 1) convert_row(p_.q_format, from, p_.qk_dim, q_row_);
-    return reinterpret_cast<const Element*>(q_row_);
+  // The query of a lane in the mode's type; in buffer `i` if it has another.
+  const char* query(int32_t lane, int i) {
+    const int64_t row = block_.row + lane / block_.heads, head = block_.head + lane % block_.heads;
+    const char* from = p_.q + row * p_.q_strides[0] + head * p_.q_strides[1];
+    if (p_.q_format == Mode::kFormat) return from;
+    float* to = q_rows_ + i * p_.qk_dim;
+    convert_row(p_.q_format, from, p_.qk_dim, to);
+    return reinterpret_cast<const char*>(to);
   }
 
   // Rows of a tile in the mode's type: in place where they have it, else in `buffer`.
@@ -314,12 +269,12 @@ class Attention {
     return converted;
   }
 
-  // Calls of the inner loops for a tile.
+  // Steps of the prefetcher in a tile.
   int64_t products(const Tile& tile) const {
     const int64_t rows = tile.last - tile.first;
-    const int64_t keys =
-        few_ ? rows / kWidth + 1 : (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1);
-    return keys + shape_.o_ld / kPanel * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
+    if (few_) return rows / kWidth * (steps(p_.qk_dim) / 4) + 1;
+    const int64_t values = shape_.o_ld / kPanel * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
+    return (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1) + values;
   }
 
   void attend_tile(const Tile& tile, const Partial& into) {
@@ -356,7 +311,6 @@ class Attention {
     if (few_) {
       if (part == 1) q += steps(parts.dim[0]);
       for (int n = tile.first / kWidth * kWidth; n < tile.last; n += kWidth) {
-        prefetcher_.step();
         multiply_few(rows + n, dim, q, all_steps, part == 1, scores_ + n);
       }
       return;
@@ -382,15 +336,15 @@ class Attention {
                     float* s) {
     switch (shape_.lanes) {
       case 1:
-        return qk_few<Mode, 1>(rows, dim, q, q_ld, adds, s, kTile);
+        return qk_few<Mode, 1>(rows, dim, q, q_ld, adds, s, kTile, prefetcher_);
       case 2:
-        return qk_few<Mode, 2>(rows, dim, q, q_ld, adds, s, kTile);
+        return qk_few<Mode, 2>(rows, dim, q, q_ld, adds, s, kTile, prefetcher_);
       case 3:
-        return qk_few<Mode, 3>(rows, dim, q, q_ld, adds, s, kTile);
+        return qk_few<Mode, 3>(rows, dim, q, q_ld, adds, s, kTile, prefetcher_);
       case 4:
-        return qk_few<Mode, 4>(rows, dim, q, q_ld, adds, s, kTile);
+        return qk_few<Mode, 4>(rows, dim, q, q_ld, adds, s, kTile, prefetcher_);
       default:
-        return qk_few<Mode, kFewLanes>(rows, dim, q, q_ld, adds, s, kTile);
+        return qk_few<Mode, kFewLanes>(rows, dim, q, q_ld, adds, s, kTile, prefetcher_);
     }
   }
 
@@ -509,11 +463,11 @@ class Attention {
     const int begin = tile.first / Mode::kGroup,
               end = (tile.last + Mode::kGroup - 1) / Mode::kGroup;
     float* to = o + lane * shape_.o_ld;
-    prefetcher_.step();
     if (few_) {
       pv<Mode, kLanes, true>(scores_ + lane * kTile, kTile, rows, offset, begin, end, alpha_ + lane,
                              to, shape_.o_ld);
     } else {
+      prefetcher_.step();
       pv<Mode, kLanes, false>(scores_ + lane, shape_.padded_lanes, rows, offset, begin, end,
                               alpha_ + lane, to, shape_.o_ld);
     }
@@ -529,7 +483,7 @@ class Attention {
   float* alpha_;
   int32_t *low_, *high_;
   float* scores_;
-  float* q_row_;
+  float* q_rows_;
   KeyParts main_parts_, window_parts_;
   float *q_main_, *q_window_;
   Element *k_buffer_, *rope_buffer_, *v_buffer_, *v_rest_;

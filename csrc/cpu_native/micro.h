@@ -10,7 +10,7 @@
 // it is.
 #pragma once
 
-#include "simd.h"
+#include "tiles.h"
 
 namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
@@ -45,8 +45,6 @@ struct Bf16 {
   }
 };
 #endif
-
-constexpr int kPanel = 2 * kWidth;  // lanes of a panel of queries, elements of a panel of values
 
 // Keys of one call of `qk`, and lanes of one call of `pv`: two vectors of sums for each, in the
 // registers there are.
@@ -100,24 +98,46 @@ inline void qk(const char* const* rows, int32_t dim, const float* q, bool adds, 
   }
 }
 
+// Calls use(step, steps, x) for every four steps of kWidth rows: lane i of x[j] is step `step` + j
+// of row i. The last call may have fewer steps; elements beyond `dim` are zero, not read.
+template <class Mode, class Use>
+SPARSE_ATTN_INLINE void transpose_rows(const char* const* rows, int32_t dim, Use use) {
+  const auto transpose = [&](const char* const* from, int64_t offset, int32_t step, int steps) {
+    Floats x[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const char* row[kWidth / 4];
+      for (int i = 0; i < kWidth / 4; ++i) row[i] = from[4 * i + j];
+      x[j] = load_fours(row, offset);
+    }
+    transpose_fours(x);
+    use(step, steps, x);
+  };
+  const int32_t whole = dim / (4 * Mode::kGroup) * 4;  // steps that come in fours
+  for (int32_t step = 0; step < whole; step += 4) transpose(rows, 4 * step, step, 4);
+  const int32_t rest = dim - whole * Mode::kGroup;  // elements
+  if (rest == 0) return;
+  char last[kWidth][16] = {};
+  const char* last_rows[kWidth];
+  for (int r = 0; r < kWidth; ++r) {
+    memcpy(last[r], rows[r] + 4 * whole,
+           static_cast<size_t>(rest) * sizeof(typename Mode::Element));
+    last_rows[r] = last[r];
+  }
+  transpose(last_rows, 0, whole, (rest + Mode::kGroup - 1) / Mode::kGroup);
+}
+
 // Scores of kWidth keys against kLanes queries: s[lane * ld + key], added to what is there if
 // `adds`. Queries are rows of steps, `q_ld` floats apart. The keys are in the vector: sums run as
 // in `qk`, and give the same bits.
 template <class Mode, int kLanes>
 inline void qk_few(const char* const* rows, int32_t dim, const float* q, int64_t q_ld, bool adds,
-                   float* s, int64_t ld) {
+                   float* s, int64_t ld, Prefetcher& prefetcher) {
   Floats sum[kLanes];
 #pragma GCC unroll 8
   for (int lane = 0; lane < kLanes; ++lane) sum[lane] = adds ? load(s + lane * ld) : Floats{};
-  const auto add = [&](const char* const* from, int64_t offset, int32_t step, int steps) {
-    Floats keys[4];  // [fours of rows in a vector][row]: rows j, 4 + j, ... for keys[j]
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      const char* row[kWidth / 4];
-      for (int i = 0; i < kWidth / 4; ++i) row[i] = from[4 * i + j];
-      keys[j] = load_fours(row, offset);
-    }
-    transpose_fours(keys);
+  transpose_rows<Mode>(rows, dim, [&](int32_t step, int steps, const Floats* keys) {
+    prefetcher.step();
 #pragma GCC unroll 4
     for (int j = 0; j < steps; ++j) {
 #pragma GCC unroll 8
@@ -125,20 +145,7 @@ inline void qk_few(const char* const* rows, int32_t dim, const float* q, int64_t
         sum[lane] = Mode::dot(keys[j], broadcast_bytes(q + lane * q_ld + step + j), sum[lane]);
       }
     }
-  };
-  const int32_t whole = dim / (4 * Mode::kGroup) * 4;  // steps that come in fours
-  for (int32_t step = 0; step < whole; step += 4) add(rows, 4 * step, step, 4);
-  const int32_t left = dim - whole * Mode::kGroup;
-  if (left > 0) {  // elements; the rest of the last steps is zero
-    char last[kWidth][16] = {};
-    const char* last_rows[kWidth];
-    for (int r = 0; r < kWidth; ++r) {
-      memcpy(last[r], rows[r] + 4 * whole,
-             static_cast<size_t>(left) * sizeof(typename Mode::Element));
-      last_rows[r] = last[r];
-    }
-    add(last_rows, 0, whole, (left + Mode::kGroup - 1) / Mode::kGroup);
-  }
+  });
 #pragma GCC unroll 8
   for (int lane = 0; lane < kLanes; ++lane) store(s + lane * ld, sum[lane]);
 }

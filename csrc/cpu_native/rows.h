@@ -1,12 +1,14 @@
 // Rows of paged planes: where an entry lies, and its elements in another type.
 #pragma once
 
-#include "micro.h"
 #include "schedule.h"
+#include "simd.h"
 
 namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
 namespace {
+
+constexpr int kPanel = 2 * kWidth;  // lanes of a panel of queries, elements of a panel of values
 
 constexpr float kNoScore = -3.40282347e38f;  // a running maximum before the first score
 
@@ -40,6 +42,11 @@ SPARSE_ATTN_INLINE uint64_t row_bits(int64_t low, int64_t high) {
   return (~uint64_t{0} >> (64 - (high - low))) << low;
 }
 
+// Where an entry lies.
+struct Place {
+  int32_t page, offset;
+};
+
 // Finds the page of entries of one sequence. Division by page_size is a multiplication.
 class Pager {
  public:
@@ -52,16 +59,15 @@ class Pager {
   }
 
   // False if the entry has no page. `entry` is in [0, 2^31).
-  bool find(int64_t entry, int32_t* page, int32_t* offset) const {
+  bool find(int64_t entry, Place* place) const {
     int64_t column = entry;
     if (page_size_ != 1) {
       column = static_cast<int64_t>(
           (static_cast<unsigned __int128>(inverse_) * static_cast<uint64_t>(entry)) >> 64);
     }
     if (column >= max_pages_) return false;
-    *page = table_[column];
-    *offset = static_cast<int32_t>(entry - column * page_size_);
-    return *page >= 0 && *page < pages_;
+    *place = {table_[column], static_cast<int32_t>(entry - column * page_size_)};
+    return place->page >= 0 && place->page < pages_;
   }
 
  private:

@@ -7,6 +7,7 @@
 // of other heads element by element.
 #pragma once
 
+#include "micro.h"
 #include "rows.h"
 #include "select_schedule.h"
 
@@ -328,7 +329,7 @@ class Scorer {
     uint64_t seen;    // bit n: some row scores place n
     int first, last;  // the panels of the seen places begin at `first`; `last` follows these places
     int64_t number[kTile];
-    int32_t page[kTile], offset[kTile];
+    Place place[kTile];
   };
 
   // Visits the tiles of chunks [begin, end) that some row scores, their products found. False if an
@@ -392,11 +393,11 @@ class Scorer {
     const PagedRows& scales = p_.keys.k_scale;
     for (int n = tile->first; n < tile->last; ++n) {
       if (!(tile->seen >> n & 1)) continue;
-      if (!pager_.find(tile->number[n], &tile->page[n], &tile->offset[n])) return false;
+      if (!pager_.find(tile->number[n], &tile->place[n])) return false;
       prefetch(key_at(*tile, n, segments_[0].key_head));
       if (scales.dim > 0) {
-        prefetch(scales.data + tile->page[n] * scales.page_stride +
-                 tile->offset[n] * scales.entry_stride);
+        prefetch(scales.data + tile->place[n].page * scales.page_stride +
+                 tile->place[n].offset * scales.entry_stride);
       }
     }
     return true;
@@ -404,7 +405,7 @@ class Scorer {
 
   const char* key_at(const Tile& tile, int n, int64_t key_head) const {
     const PagedRows& k = p_.keys.k;
-    return k.data + tile.page[n] * k.page_stride + tile.offset[n] * k.entry_stride +
+    return k.data + tile.place[n].page * k.page_stride + tile.place[n].offset * k.entry_stride +
            key_head * k.head_stride;
   }
 
@@ -463,7 +464,7 @@ class Scorer {
         k_[n] = reinterpret_cast<const char*>(k_buffer_ + n * ld_);
       }
       if (p_.keys.k_scale.dim > 0)
-        key_scale_[n] = scale_at(tile_->page[n], tile_->offset[n], key_head);
+        key_scale_[n] = scale_at(tile_->place[n].page, tile_->place[n].offset, key_head);
     }
   }
 
@@ -490,13 +491,14 @@ class Scorer {
       const int64_t high = end < entries.high ? end : entries.high;
       for (int32_t d = 0; d < p_.dim; ++d) sum_buffer_[d] = 0;
       for (int64_t entry = low; entry < high; ++entry) {
-        int32_t page, offset;
-        if (!pager_.find(entry, &page, &offset)) return false;
-        convert_row(
-            k.format,
-            k.data + page * k.page_stride + offset * k.entry_stride + key_head * k.head_stride,
-            p_.dim, row_buffer_);
-        const double scale = p_.keys.k_scale.dim > 0 ? scale_at(page, offset, key_head) : 1.0f;
+        Place place;
+        if (!pager_.find(entry, &place)) return false;
+        convert_row(k.format,
+                    k.data + place.page * k.page_stride + place.offset * k.entry_stride +
+                        key_head * k.head_stride,
+                    p_.dim, row_buffer_);
+        const double scale =
+            p_.keys.k_scale.dim > 0 ? scale_at(place.page, place.offset, key_head) : 1.0f;
         for (int32_t d = 0; d < p_.dim; ++d) sum_buffer_[d] += row_buffer_[d] * scale;
       }
       if constexpr (Mode::kGroup == 1) {

@@ -32,6 +32,59 @@ struct Tile {
   }
 };
 
+// Fetches the rows of the next tile into the second-level cache, a few lines at a time between the
+// products of this one: more at once would fill the buffers that the products' own reads need.
+class Prefetcher {
+ public:
+  // All of the tile's rows (none without a tile), spread over `calls` calls of `step`.
+  void open(const Tile* tile, int64_t calls) {
+    tile_ = tile;
+    if (!tile) return;
+    row_ = tile->first;
+    part_ = 0;
+    at_ = 0;
+    const PlaneParams& plane = *tile->plane;
+    rows_[0] = tile->k;
+    rows_[1] = tile->v;
+    rows_[2] = tile->rope;
+    bytes_[0] = row_bytes(plane.k);
+    bytes_[1] = row_bytes(plane.v);
+    bytes_[2] = row_bytes(plane.rope);
+    int64_t lines = 0;
+    for (int64_t bytes : bytes_) lines += (bytes + kLine - 1) / kLine;
+    lines_ = ((tile->last - tile->first) * lines + calls - 1) / calls;
+  }
+
+  SPARSE_ATTN_INLINE void step() {
+    for (int64_t i = 0; tile_ && i < lines_; ++i) {
+      while (at_ >= bytes_[part_]) {
+        at_ = 0;
+        if (++part_ < 3) continue;
+        part_ = 0;
+        if (++row_ == tile_->last) {
+          tile_ = nullptr;
+          return;
+        }
+      }
+      prefetch(rows_[part_][row_] + at_);
+      at_ += kLine;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  static int64_t row_bytes(const PagedRows& rows) { return rows.dim * element_bytes(rows.format); }
+
+  const Tile* tile_ = nullptr;
+  const char* const* rows_[3];
+  int64_t bytes_[3];
+  int64_t lines_ = 0;
+  int32_t row_ = 0;
+  int part_ = 0;
+  int64_t at_ = 0;
+};
+
 class TileStream {
  public:
   // The tiles of chunks [begin, end) of `block`. `zeros` holds as many zero bytes as a row of any
@@ -100,7 +153,7 @@ class TileStream {
       if (low < range.low) low = range.low;
       if (high > range.high) high = range.high;
       for (int64_t entry = low; entry < high; ++entry) {
-        if (!pager_.find(entry, &pages_[limit_], &offsets_[limit_])) {
+        if (!pager_.find(entry, &places_[limit_])) {
           failed_ = true;
           return;
         }
@@ -113,8 +166,7 @@ class TileStream {
     const int32_t count =
         limit_ - position_ < kTile ? static_cast<int32_t>(limit_ - position_) : kTile;
     start(tile, row_bits(0, count), row_bits(0, count));
-    for (int32_t n = 0; n < count; ++n)
-      place(tile, n, pages_[position_ + n], offsets_[position_ + n]);
+    place(tile, 0, count, places_ + position_);
     position_ += count;
     return true;
   }
@@ -132,17 +184,22 @@ class TileStream {
     if (!seen) return false;
     start(tile, seen, seen_by_all);
     tile->base = base;
-    for (int32_t n = tile->first; n < tile->last; ++n) {
+    for (int32_t n = tile->first; n < tile->last;) {
       if (!(seen >> n & 1)) {
-        clear(tile, n);
+        clear(tile, n++);
         continue;
       }
-      int32_t page, offset;
-      if (!pager_.find(base + n, &page, &offset)) {
+      Place first;
+      if (!pager_.find(base + n, &first)) {
         failed_ = true;
         return false;
       }
-      place(tile, n, page, offset);
+      const uint64_t unseen = ~(seen >> n);
+      int64_t run = unseen ? __builtin_ctzll(unseen) : kTile;
+      if (run > plane_->page_size - first.offset) run = plane_->page_size - first.offset;
+      for (int32_t i = 0; i < run; ++i) places_[i] = {first.page, first.offset + i};
+      place(tile, n, static_cast<int32_t>(run), places_);
+      n += static_cast<int32_t>(run);
     }
     return true;
   }
@@ -163,28 +220,38 @@ class TileStream {
     tile->k_scale[n] = tile->v_scale[n] = 1;
   }
 
-  void place(Tile* tile, int32_t n, int64_t page, int64_t offset) {
-    tile->k[n] = at(plane_->k, page, offset);
-    if (plane_->rope.dim > 0) tile->rope[n] = at(plane_->rope, page, offset);
-    tile->v[n] = plane_->v.dim > 0 ? at(plane_->v, page, offset) : tile->k[n];
-    if (plane_->k_scale.dim > 0) tile->k_scale[n] = scale_at(plane_->k_scale, page, offset);
-    if (plane_->v_scale.dim > 0) tile->v_scale[n] = scale_at(plane_->v_scale, page, offset);
+  // Puts `count` entries into rows n and on.
+  void place(Tile* tile, int32_t n, int32_t count, const Place* places) const {
+    place_rows(plane_->k, count, places, tile->k + n);
+    if (plane_->rope.dim > 0) place_rows(plane_->rope, count, places, tile->rope + n);
+    if (plane_->v.dim > 0) place_rows(plane_->v, count, places, tile->v + n);
+    if (plane_->k_scale.dim > 0) place_scales(plane_->k_scale, count, places, tile->k_scale + n);
+    if (plane_->v_scale.dim > 0) place_scales(plane_->v_scale, count, places, tile->v_scale + n);
   }
 
-  // Also fetches the row's ends. That looks its pages up before the prefetches that follow, which
-  // would wait for the look-up one by one.
-  const char* at(const PagedRows& rows, int64_t page, int64_t offset) const {
-    const char* row = rows.data + page * rows.page_stride + offset * rows.entry_stride +
-                      block_.kv_head * rows.head_stride;
-    prefetch(row);
-    prefetch(row + rows.dim * element_bytes(rows.format) - 1);
-    return row;
+  // Also fetches the ends of each row. That looks its pages up before the prefetches that follow,
+  // which would wait for the look-up one by one.
+  void place_rows(const PagedRows& rows, int32_t count, const Place* places,
+                  const char** to) const {
+    const char* data = rows.data + block_.kv_head * rows.head_stride;
+    const int64_t page_stride = rows.page_stride, entry_stride = rows.entry_stride;
+    const int64_t last_byte = rows.dim * element_bytes(rows.format) - 1;
+    for (int32_t i = 0; i < count; ++i) {
+      const char* row = data + places[i].page * page_stride + places[i].offset * entry_stride;
+      to[i] = row;
+      prefetch(row);
+      prefetch(row + last_byte);
+    }
   }
 
-  float scale_at(const PagedRows& rows, int64_t page, int64_t offset) const {
-    uint16_t scale;
-    memcpy(&scale, at(rows, page, offset), 2);
-    return half_to_float(scale);
+  void place_scales(const PagedRows& rows, int32_t count, const Place* places, float* to) const {
+    const char* data = rows.data + block_.kv_head * rows.head_stride;
+    for (int32_t i = 0; i < count; ++i) {
+      uint16_t scale;
+      memcpy(&scale,
+             data + places[i].page * rows.page_stride + places[i].offset * rows.entry_stride, 2);
+      to[i] = half_to_float(scale);
+    }
   }
 
   const AttendParams& p_;
@@ -197,7 +264,7 @@ class TileStream {
   Pager pager_;
   int64_t position_ = 0, limit_ = 0;
   EntryRange every_ = {0, 0};  // what every row of the block sees
-  int32_t pages_[kChunk], offsets_[kChunk];
+  Place places_[kChunk];       // of the chunk's list, or of a part of a tile of a range
 };
 
 }  // namespace
