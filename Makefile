@@ -31,7 +31,7 @@ demo: $(STAMPS)/demo
 	$(BIN)/python -m sparse_attn demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(STAMPS)/test
 	$(BIN)/python -m pytest -q -m "slow or packaging" $(ARGS)
