@@ -126,7 +126,7 @@ class Build:
         self.flags += [f"-I{path}" for path in includes]
         (folder / "clean").mkdir()
         (folder / "others.cpp").write_text(
-            f'#include "{CSRC}/cpu_native/schedule.h"\nnamespace sparse_attn {{{OTHER_ISAS}}}'
+            f'#include "{CSRC}/cpu_native/select_schedule.h"\nnamespace sparse_attn {{{OTHER_ISAS}}}'
         )
         self.objects = {name: self.compile(CSRC / "cpu_native" / name, folder / "clean") for name in SOURCES}
         self.objects["module.cpp"] = self.compile(CSRC / "cpu_native" / "module.cpp", folder / "clean")
