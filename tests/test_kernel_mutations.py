@@ -72,8 +72,8 @@ FAULTS = [
     ("key scale dropped", "tiles.h", "if (plane_->k_scale.dim > 0)", "if (false)", LINES),
     ("value scale dropped", "tiles.h", "if (plane_->v_scale.dim > 0)", "if (false)", LINES),
     ("page of the first sequence", "rows.h", "sequence * plane.page_table_stride", "0 * sequence", LINES),
-    ("32-bit addresses", "tiles.h", "page * rows.page_stride +", "static_cast<int32_t>(page * rows.page_stride) +",
-     POOL),
+    ("32-bit addresses", "tiles.h", "places[i].page * rows.page_stride",
+     "static_cast<int32_t>(places[i].page * rows.page_stride)", POOL),
     ("first KV head for all", "tiles.h", "block_.kv_head * rows.head_stride", "0 * rows.head_stride", LINES),
     ("first index head for all", "attend.cpp", "block->index_head = static_cast<int32_t>(group * p_.main.index_heads",
      "block->index_head = static_cast<int32_t>(0 * p_.main.index_heads", LINES),
@@ -95,7 +95,7 @@ FAULTS = [
     ("NaN in the softmax", "select_kernel.h", "& (y == y) ? y : hidden", "? y : hidden", SELECT),
     ("last unit forgotten", "select_kernel.h", "units_[r].finish(spare);", "", SELECT),
     ("each entry once in a sum", "select_kernel.h", "static_cast<double>(high - low);", "1;", SELECT),
-    ("mean of too many", "select_kernel.h", "high < entries.high ? end : entries.high", "end", SELECT),
+    ("mean of too many", "select_kernel.h", "end < entries.high ? end : entries.high", "end", SELECT),
     ("index scale dropped", "select_kernel.h", "if (p_.keys.k_scale.dim > 0)", "if (false)", SELECT),
     ("budgets of rows ignored", "select.cpp", "p.row_k ? std::min", "false ? std::min", SELECT),
     ("candidates of the first list", "select.cpp", "(p.candidate_heads > 1 ? list : 0)", "0", SELECT),
@@ -126,7 +126,7 @@ class Build:
         self.flags += [f"-I{path}" for path in includes]
         (folder / "clean").mkdir()
         (folder / "others.cpp").write_text(
-            f'#include "{CSRC}/cpu_native/schedule.h"\nnamespace sparse_attn {{{OTHER_ISAS}}}'
+            f'#include "{CSRC}/cpu_native/select_schedule.h"\nnamespace sparse_attn {{{OTHER_ISAS}}}'
         )
         self.objects = {name: self.compile(CSRC / "cpu_native" / name, folder / "clean") for name in SOURCES}
         self.objects["module.cpp"] = self.compile(CSRC / "cpu_native" / "module.cpp", folder / "clean")
@@ -198,6 +198,13 @@ def probe_select() -> None:
     test_select.test_formats(impl, torch.float32, "int8")
     test_select.test_any_call(impl)
     probabilities = dict(k=9, score="softmax_sum", out_heads=2)
+    lists = dict(k=5, score="dot", out_heads=2, candidates="", candidate_heads=2)
+    test_select.check(impl, test_select.Batch(lists, 4, 2, True, [90], [2]))
+    test_select.test_zeros_of_either_sign_are_equal(impl)
+    test_select.test_a_nan_in_one_block_leaves_the_others(impl)
+    twice = torch.tensor([[[1, 1]]], dtype=torch.int32)
+    args, kwargs = test_select.simple(torch.arange(40.0), 9, candidates=twice)
+    assert test_select.chosen(test_select.run(impl, args, kwargs)) == list(range(8, 16))
     test_select.check(impl, test_select.Batch(probabilities, 4, 2, True, [1200], [2], faulty=[(0, 3)]))
 
 

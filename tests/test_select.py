@@ -152,6 +152,14 @@ def test_negative_zero_is_zero(select_impl) -> None:
     assert chosen(selected) == [1, 2]
 
 
+def test_zeros_of_either_sign_are_equal(select_impl) -> None:
+    """The best heads score -0 for the first key and 0 for the second."""
+    keys = torch.tensor([[-5.0, 0.0], [0.0, 5.0]])
+    args, kwargs = simple(torch.zeros(2), 1, torch.eye(2)[None], score="max")
+    args = (args[0], torch.tensor([[1.0, -1.0]]), *args[2:4], keys.view(2, 1, 1, 2), *args[5:])
+    assert chosen(run(select_impl, args, kwargs)) == [0]
+
+
 def test_large_k(select_impl) -> None:
     keys = torch.randn(10_000)
     selected = run(select_impl, *simple(keys, 8192, order="index"))

@@ -234,10 +234,10 @@ class TileStream {
   void place_rows(const PagedRows& rows, int32_t count, const Place* places,
                   const char** to) const {
     const char* data = rows.data + block_.kv_head * rows.head_stride;
-    const int64_t page_stride = rows.page_stride, entry_stride = rows.entry_stride;
     const int64_t last_byte = rows.dim * element_bytes(rows.format) - 1;
     for (int32_t i = 0; i < count; ++i) {
-      const char* row = data + places[i].page * page_stride + places[i].offset * entry_stride;
+      const char* row =
+          data + places[i].page * rows.page_stride + places[i].offset * rows.entry_stride;
       to[i] = row;
       prefetch(row);
       prefetch(row + last_byte);
