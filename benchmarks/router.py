@@ -1,7 +1,7 @@
-"""What the router costs: a call through `torch.ops.sparse_attn.attend` over a bare registered kernel of the same
-schema.
+"""What the router costs: a call through `torch.ops.sparse_attn.attend` over a bare registered kernel of the same schema.
 
-Both run a kernel that only allocates its outputs. Calls alternate in one process; medians of batches, in microseconds.
+Both run a kernel that only allocates its outputs. Batches of calls alternate in one process; medians of their CPU time,
+in microseconds a call.
 Run: python benchmarks/router.py [--json]
 """
 
@@ -30,10 +30,10 @@ def call() -> tuple[tuple, dict]:
 
 
 def microseconds(function, leading, kwargs, calls: int) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(calls):
         function(*leading, **kwargs)
-    return (time.perf_counter() - start) / calls * 1e6
+    return (time.process_time() - start) / calls * 1e6
 
 
 def main() -> None:
@@ -59,6 +59,7 @@ def main() -> None:
         "bare": torch.ops.sparse_attn_bare.attend.default,
         "routed": torch.ops.sparse_attn.attend.default,
     }
+    torch.set_num_threads(1)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     with torch.inference_mode():
         for _ in range(40):
