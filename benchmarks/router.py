@@ -1,4 +1,4 @@
-"""What the router costs: a call through `torch.ops.sparse_attn.attend` over a bare registered kernel of the same schema.
+"""What the router costs: a call through `torch.ops.sparse_attn.attend` over a bare kernel of the same schema.
 
 Both run a kernel that only allocates its outputs. Batches of calls alternate in one process; medians of their CPU time,
 in microseconds a call.
