@@ -128,8 +128,8 @@ def test_bf16_denormals_count_as_zero(isa: str) -> None:
 def test_bits_do_not_depend_on_threads(isa: str, threads, shape: str, dtype: str, format: str) -> None:
     """One row and many, short lists and lists of several chunks: cut by heads, by chunks, or not at all."""
     for rows in (1, 5):
-        options = dict(options_of(shape, dtype, format), lengths=(1500,), rows=(rows,), selected=1300, window=700)
-        call = cases.attend(**options)
+        sizes = dict(qk_dim=128, v_dim=96, lengths=(1500,), rows=(rows,), selected=1300, window=700)
+        call = cases.attend(**dict(options_of(shape, dtype, format), **sizes))  # enough work for threads
         results = []
         for count in (1, 2, 3, 5):
             threads(count)

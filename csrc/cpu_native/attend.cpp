@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -195,18 +196,15 @@ class Call {
     const int64_t items = static_cast<int64_t>(rows_.size()) * groups(p_);
     if (items == 0) return true;
     if (threads_ == 1 || items >= 4 * threads_) {
-      head_parts_ = 1;
       run_whole(items);
+      return !failed_;
+    }
+    // Parts of the heads need no merging, so they are the first choice.
+    head_parts_ = std::clamp(heads_per_group(p_) / kLeastLanes, 1, threads_);
+    if (head_parts_ > 1 && items * head_parts_ >= threads_) {
+      run_whole(items * head_parts_);
     } else {
-      head_parts_ = heads_per_group(p_) / kLeastLanes;
-      if (head_parts_ > threads_) head_parts_ = threads_;
-      if (head_parts_ < 1) head_parts_ = 1;
-      if (items * head_parts_ >= threads_ && head_parts_ > 1) {
-        run_whole(items * head_parts_);
-      } else {
-        head_parts_ = 1;
-        run_chunks(items);
-      }
+      run_chunks(items * head_parts_);
     }
     return !failed_;
   }
@@ -261,7 +259,7 @@ class Call {
 
   void run_whole(int64_t items) {
     const int64_t bytes = kernels_.scratch_bytes(p_, lanes_at_most());
-    char* scratch = thread_memory(0, bytes * threads_);
+    char* scratch = thread_memory(0, bytes * std::min<int64_t>(threads_, items));
     parallel_for(items, threads_, [&](int64_t item, int32_t worker) {
       if (failed_.load(std::memory_order_relaxed)) return;
       Block block;
@@ -305,9 +303,10 @@ class Call {
       }
     }
     const int64_t bytes = kernels_.scratch_bytes(p_, lanes);
-    char* scratch = thread_memory(0, bytes * threads_);
+    const int64_t count = static_cast<int64_t>(tasks.size());
+    char* scratch = thread_memory(0, bytes * std::min<int64_t>(threads_, count));
     float* partials = reinterpret_cast<float*>(thread_memory(1, chunks * partial * 4));
-    parallel_for(static_cast<int64_t>(tasks.size()), threads_, [&](int64_t i, int32_t worker) {
+    parallel_for(count, threads_, [&](int64_t i, int32_t worker) {
       if (failed_.load(std::memory_order_relaxed)) return;
       const Task& task = tasks[static_cast<size_t>(i)];
       SharedBlock& shared = *task.shared;

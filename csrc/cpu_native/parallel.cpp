@@ -57,10 +57,11 @@ struct Job {
 
 void work(void* argument) {
   auto* job = static_cast<Job*>(argument);
-  const int32_t worker = job->workers.fetch_add(1, std::memory_order_relaxed);
+  int32_t worker = -1;  // numbered at its first task: there are no more workers than tasks
   for (;;) {
     const int64_t index = job->next.fetch_add(1, std::memory_order_relaxed);
     if (index >= job->count) return;
+    if (worker < 0) worker = job->workers.fetch_add(1, std::memory_order_relaxed);
     (*job->task)(index, worker);
   }
 }
