@@ -580,7 +580,7 @@ class Scorer {
     const Ints high = broadcast_int(static_cast<int32_t>(places.high));
     Floats maxima = hidden;
     for (int n = begin; n < end; n += kWidth) {
-      Ints place;
+      Ints place = {};
       for (int i = 0; i < kWidth; ++i) place[i] = n + i;
       const Floats y = exponent(load(products + n));
       const Floats seen = (place >= low) & (place < high) & (y == y) ? y : hidden;
