@@ -196,22 +196,6 @@ def test_store_does_not_depend_on_threads(threads) -> None:
 # the module
 
 
-def test_formats_are_those_of_layout() -> None:
-    read = set()
-    for name, code, bits, scale_bits in native.formats():
-        described = layout.FORMATS[name]
-        assert (described.code, described.bits, described.scale_bits, described.packed) == (
-            code,
-            bits,
-            scale_bits,
-            False,
-        )
-        read.add(name)
-    admitted = {value for impl in NATIVE for fact in ("format", "v_format", "win_format") if fact in impl.limits
-                for value in impl.limits[fact].values}  # fmt: skip
-    assert admitted - {""} == read
-
-
 def test_an_instruction_set_that_the_machine_lacks_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(native, "instruction_sets", lambda: ["portable"])
     monkeypatch.setenv("SPARSE_ATTN_CPU_ISA", "avx512")

@@ -1,6 +1,6 @@
-// Conversions of single numbers between float32 and the 16-bit formats: round to nearest even,
-// exact on denormals, NaN stays NaN. Functions have internal linkage, so that no copy built for
-// another instruction set is shared.
+// Conversions of single numbers between float32 and shorter types: round to nearest even, exact on
+// denormals, NaN stays NaN. Functions have internal linkage, so that no copy built for another
+// instruction set is shared.
 #pragma once
 
 #include <stdint.h>
@@ -48,6 +48,26 @@ inline uint16_t float_to_half(float x) {
   }
   return static_cast<uint16_t>(sign | rest);
 }
+
+inline float e4m3_to_float(uint8_t x) {
+  const uint32_t sign = static_cast<uint32_t>(x & 0x80) << 24;
+  const uint32_t rest = x & 0x7f;
+  if (rest == 0x7f) return float_of(sign | 0x7fc00000u);
+  return float_of(sign | bits_of(float_of(rest << 20) * 0x1p120f));
+}
+
+inline float e8m0_to_float(uint8_t x) {
+  if (x == 0) return 0x1p-127f;
+  return float_of(x == 0xff ? 0x7fc00000u : static_cast<uint32_t>(x) << 23);
+}
+
+inline float e2m1_to_float(uint8_t code) {  // the low half of `code`
+  constexpr float kMagnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const float magnitude = kMagnitudes[code & 7];
+  return code & 8 ? -magnitude : magnitude;
+}
+
+inline int32_t int4_to_int(uint8_t code) { return ((code & 15) ^ 8) - 8; }  // the low half
 
 }  // namespace
 }  // namespace sparse_attn

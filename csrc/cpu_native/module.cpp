@@ -77,11 +77,38 @@ PYBIND11_MODULE(_cpu_native, m) {
       [] {
         py::list rows;
         for (const FormatInfo& f : kFormats) {
-          rows.append(py::make_tuple(f.name, static_cast<int>(f.format), f.bits, f.scale_bits));
+          const auto name = [](Number number) { return kNumbers[static_cast<int>(number)].name; };
+          const Codec& c = f.codec;
+          py::list sections;
+          for (const Section& section : f.sections) {
+            if (width(section) == 0) continue;
+            py::list parts;
+            for (const PartSize& size : section.parts) {
+              if (size.part == Part::kNone) continue;
+              parts.append(py::make_tuple(kPartNames[static_cast<int>(size.part)], size.bytes));
+            }
+            sections.append(py::tuple(parts));
+          }
+          rows.append(
+              py::make_tuple(f.name, static_cast<int>(f.format),
+                             py::make_tuple(name(c.element), name(c.scale), c.group, c.dim, c.rope),
+                             py::tuple(sections), f.page_multiple));
         }
         return rows;
       },
-      "(name, code, bits, scale bits) of every format, as csrc/common/layout.h has them.");
+      "(name, code, codec, sections, page multiple) of every format, as csrc/common/layout.h has "
+      "them.");
+
+  m.def(
+      "numbers",
+      [] {
+        py::dict bits;
+        for (const NumberInfo& number : kNumbers) {
+          if (number.bits > 0) bits[number.name] = number.bits;
+        }
+        return bits;
+      },
+      "Bits of every type of number, as csrc/common/layout.h has them.");
 
   m.def("thread_runtime", &thread_runtime,
         "Path of the OpenMP runtime whose threads do the work, or 'std::thread'.");

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "common/decode.h"
 #include "common/layout.h"
 #include "common/number.h"
 #include "cpu_native/attend.h"
@@ -640,6 +641,26 @@ void test_numbers() {
     }
     if ((bits & 0x7fff) <= 0x7f80)
       CHECK(float_to_bf16(bf16_to_float(bits)) == bits, "bf16 %x", half);
+  }
+  for (int code = 0; code < 256; ++code) {
+    const auto byte = static_cast<uint8_t>(code);
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const double magnitude =
+        exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);
+    const float e4m3 = read_number(Number::kE4m3, &byte, 0);
+    CHECK((code & 0x7f) == 0x7f ? isnan(e4m3) : e4m3 == (code < 128 ? magnitude : -magnitude),
+          "e4m3 %x: %g", code, e4m3);
+    CHECK(signbit(e4m3) == (code >= 128), "sign of e4m3 %x", code);
+    const float e8m0 = read_number(Number::kE8m0, &byte, 0);
+    CHECK(code == 255 ? isnan(e8m0) : e8m0 == ldexp(1, code - 127), "e8m0 %x: %g", code, e8m0);
+    constexpr double kE2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
+    for (int i : {0, 1}) {
+      const int nibble = i == 0 ? code & 15 : code >> 4;
+      const float e2m1 = read_number(Number::kE2m1, &byte, i);
+      CHECK(e2m1 == kE2m1[nibble] && signbit(e2m1) == (nibble >= 8), "e2m1 %x: %g", nibble, e2m1);
+      const float int4 = read_number(Number::kInt4, &byte, i);
+      CHECK(int4 == (nibble < 8 ? nibble : nibble - 16), "int4 %x: %g", nibble, int4);
+    }
   }
   CHECK(float_to_half(65519.99f) == 0x7bff && float_to_half(65520) == 0x7c00, "the largest half");
   CHECK(float_to_half(0x1p-25f) == 0 && float_to_half(0x1.8p-25f) == 1, "the smallest half");
