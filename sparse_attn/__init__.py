@@ -2,7 +2,7 @@
 
 from .checks import InvalidCall
 from .library import resolve
-from .ops import Selected, attend, convert, load, merge, select, select_merge, store
+from .ops import Selected, attend, compress, convert, load, merge, select, select_merge, store
 from .registry import NoBackend
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "NoBackend",
     "Selected",
     "attend",
+    "compress",
     "convert",
     "load",
     "merge",

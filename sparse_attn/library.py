@@ -156,7 +156,7 @@ def define(op: Op) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
         impl, _ = route(op, args, kwargs, given)
         a = op.arguments(*args, **kwargs)
-        _check_apart(op, a, given)
+        _check_apart(op, a, {name: getattr(a, name) for name in op.writes} | given)
         impl.run(a, *given.values())
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
@@ -168,7 +168,7 @@ def define(op: Op) -> None:
     if op.returns:
         filled = [
             f"Tensor({alias}!)? {r.name}=None" if r.when else f"Tensor({alias}!) {r.name}"
-            for alias, r in zip("abcdefgh", op.returns, strict=False)
+            for alias, r in zip("zyxw", op.returns, strict=False)  # apart from the letters of arguments
         ]
         _register(f"{op.name}.out", ", ".join([op.schema, *filled]), "()", kernel_out, fake_out)
 

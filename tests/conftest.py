@@ -26,6 +26,7 @@ def kernels_of(op: str):
 
 
 attend_impl = kernels_of("attend")
+compress_impl = kernels_of("compress")
 convert_impl = kernels_of("convert")
 load_impl = kernels_of("load")
 merge_impl = kernels_of("merge")

@@ -12,7 +12,7 @@ import pytest
 import sparse_attn
 
 PACKAGE = Path(sparse_attn.__file__).parent
-OPS = ("attend", "convert", "load", "merge", "select", "select_merge", "store")
+OPS = ("attend", "compress", "convert", "load", "merge", "select", "select_merge", "store")
 MODULES = ("layout", "codecs", "planes", *(f"reference.{name}" for name in ("rows", *OPS)))
 """Each imports only those before it."""
 

@@ -1,6 +1,7 @@
 """The ops: one card per file. Importing this package defines them under ``torch.ops.sparse_attn``."""
 
 from .attend import attend
+from .compress import compress
 from .convert import convert
 from .load import load
 from .merge import merge
@@ -8,4 +9,4 @@ from .select import Selected, select
 from .select_merge import select_merge
 from .store import store
 
-__all__ = ["Selected", "attend", "convert", "load", "merge", "select", "select_merge", "store"]
+__all__ = ["Selected", "attend", "compress", "convert", "load", "merge", "select", "select_merge", "store"]

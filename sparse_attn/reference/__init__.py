@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from ..registry import Impl
 from .attend import attend
+from .compress import compress
 from .convert import convert
 from .load import load
 from .merge import merge
@@ -16,7 +17,7 @@ from .select import select
 from .select_merge import select_merge
 from .store import store
 
-__all__ = ["IMPLS", "attend", "convert", "load", "merge", "select", "select_merge", "store"]
+__all__ = ["IMPLS", "attend", "compress", "convert", "load", "merge", "select", "select_merge", "store"]
 
 OUTPUTS = {"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)}
 """Error of an output row, by its dtype."""
@@ -32,6 +33,7 @@ def _impl(run: Callable[..., None], tolerance: Mapping[str, tuple[float, float]]
 
 IMPLS = (
     _impl(attend, OUTPUTS),
+    _impl(compress, OUTPUTS),
     _impl(convert),
     _impl(load),
     _impl(merge, OUTPUTS),

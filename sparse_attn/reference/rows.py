@@ -13,10 +13,8 @@ from ..planes import Plane
 
 
 class Batch(Protocol):
-    """The arguments of any op with packed query rows."""
+    """The arguments of any op with packed rows."""
 
-    @property
-    def q(self) -> Tensor: ...
     @property
     def cu_seqlens_q(self) -> Tensor: ...
     @property
@@ -27,17 +25,29 @@ class Batch(Protocol):
     def max_seq_len(self) -> int: ...
 
 
-def query_rows(op: str, a: Batch) -> Iterator[tuple[int, int, int]]:
-    """(row, sequence, token position) of every row that is not padding."""
+class Queries(Batch, Protocol):
+    """The arguments of any op with packed query rows."""
+
+    @property
+    def q(self) -> Tensor: ...
+
+
+def sequences(op: str, a: Batch, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """(sequence, its first row, the row after its last, its length) of every sequence in ``rows`` rows."""
     starts, lengths = a.cu_seqlens_q.tolist(), a.seq_lens.tolist()
     expect(starts[0] == 0, op, "cu_seqlens_q", "a first value of 0", starts[0])
-    rows = a.q.shape[0]
     expect(starts[-1] <= rows, op, "cu_seqlens_q", f"a last value of at most T = {rows}", starts[-1])
     for b, length in enumerate(lengths):
         start, end = starts[b], starts[b + 1]
         expect(start <= end, op, "cu_seqlens_q", "ascending values", starts)
         expect(end - start <= a.max_seqlen_q, op, "max_seqlen_q", f"at least {end - start}", a.max_seqlen_q)
         expect(length <= a.max_seq_len, op, "max_seq_len", f"at least {length}", a.max_seq_len)
+        yield b, start, end, length
+
+
+def query_rows(op: str, a: Queries) -> Iterator[tuple[int, int, int]]:
+    """(row, sequence, token position) of every row that is not padding."""
+    for b, start, end, length in sequences(op, a, a.q.shape[0]):
         for t in range(start, end):
             position = length - (end - t)
             if position >= 0:
