@@ -104,7 +104,8 @@ def to_bytes(type: str, numbers: Tensor) -> Tensor:
         return codes[..., 0::2] | codes[..., 1::2] << 4
     if type == "int8":
         numbers = numbers.round()
-    return numbers.to(DTYPES[type]).contiguous().view(torch.uint8)
+    # a copy, as an empty tensor counts as contiguous whatever its strides
+    return numbers.to(DTYPES[type]).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def from_bytes(type: str, stored: Tensor) -> Tensor:

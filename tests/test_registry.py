@@ -11,6 +11,7 @@ from selections import Batch
 import sparse_attn
 from sparse_attn import env, library, registry
 from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.compress import Compress
 from sparse_attn.ops.convert import Convert
 from sparse_attn.ops.load import Load
 from sparse_attn.ops.merge import Merge
@@ -157,10 +158,12 @@ def test_every_kernel_declares_facts_that_its_card_has() -> None:
     """A misspelt limit would never refuse anything."""
     leading, kwargs = cases.attend()
     rows, plane, slots = torch.zeros(1, 1, 4), torch.zeros(1, 1, 1, 4), torch.tensor([0])
+    starts = torch.tensor([0, 1], dtype=torch.int32)
     args, keywords = Batch(dict(k=2), 1, 1, False, [3], [1]).arguments()
     shards, _ = merges.Merge(1, 2).arguments()
     calls = {
         "attend": Attend(*leading, **kwargs),
+        "compress": Compress(rows, None, starts, starts[1:], plane, starts[None], 1, 1, 1, format="fp32"),
         "convert": Convert(plane, plane, src_format="fp32", dst_format="fp32"),
         "load": Load(plane, slots, format="fp32"),
         "merge": Merge(rows[None], rows[..., 0][None]),

@@ -161,3 +161,15 @@ def test_overlapping_memory_is_refused(store_impl) -> None:
     with pytest.raises(sparse_attn.InvalidCall, match="store: plane: expected elements that share no memory"):
         sparse_attn.store(torch.ones(1, 2, 4), twice, torch.tensor([0]), format="fp32", backend=store_impl.backend)
     assert torch.equal(plane, before) and (twice == 0).all()
+
+
+@pytest.mark.parametrize("format", layout.FORMATS)
+def test_no_rows(store_impl, format: str) -> None:
+    """Nothing to write is no fault, whatever the format."""
+    f = layout.FORMATS[format]
+    plane = torch.full(f.shape(2, 3, 1, f.dim or 20), 7, dtype=getattr(torch, f.dtype))
+    scale = torch.full((2, 3, 1), 7, dtype=torch.half) if f.scale_dtype else None
+    args = torch.zeros(0, 1, f.dim or 20), plane, torch.zeros(0, dtype=torch.int64)
+    skip_unless(store_impl, facts(Store(*args, scale, format, page_size=3)))
+    sparse_attn.store(*args, scale=scale, format=format, page_size=3, backend=store_impl.backend)
+    assert (plane == 7).all() and (scale is None or (scale == 7).all())

@@ -12,6 +12,7 @@ from torch.library import opcheck
 import sparse_attn
 from sparse_attn import layout, library
 from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.compress import Compress
 from sparse_attn.ops.convert import Convert
 from sparse_attn.ops.load import Load
 from sparse_attn.ops.merge import Merge
@@ -140,6 +141,35 @@ def test_opcheck_convert(formats: tuple[str, str]) -> None:
     opcheck(OPS.convert.default, (src, dst), kwargs)
     slots = torch.tensor([5, -1, 2])
     opcheck(OPS.convert.default, (src, dst, slots, slots), kwargs)
+
+
+def compression(tokens: int = 5, batch: int = 2) -> tuple[tuple, dict]:
+    """A step of overlapping entries: leading and keyword arguments."""
+    (_, starts, lengths, *_, longest, most), kwargs = gqa(tokens, batch)
+    table = kwargs["page_table"]
+    rows, gates = torch.randn(tokens, 1, 32), torch.randn(tokens, 1, 32)
+    leading = (rows, gates, starts, lengths, torch.zeros(13 * batch, 2, 1, 16), table, 4, longest, most)
+    state = torch.randn(13 * batch, 4, 1, 64)
+    kwargs = dict(span=8, bias=torch.randn(4, 32), state=state, state_page_table=table.clone(), norm=torch.randn(16))
+    return leading, dict(kwargs, cos_sin=torch.randn(99, 8), format="fp32", entries=tokens // 4 + batch)
+
+
+def test_opcheck_compress() -> None:
+    leading, kwargs = compression()
+    opcheck(OPS.compress.default, leading, kwargs)
+    opcheck(OPS.compress.default, leading, dict(kwargs, entries=0))
+    opcheck(OPS.compress.out, leading, dict(kwargs, latent=torch.empty(kwargs["entries"], 1, 16)))
+
+
+def test_compress_compiles_for_all_shapes() -> None:
+    """The plane and the state are written in the graph too."""
+    compiled = torch.compile(sparse_attn.compress, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens, batch in ((5, 2), (11, 3), (16, 4)):
+        leading, kwargs = compression(tokens, batch)
+        plane, state = leading[4].clone(), kwargs["state"].clone()
+        expected = OPS.compress(*leading[:4], plane, *leading[5:], **dict(kwargs, state=state))
+        assert torch.equal(compiled(*leading, **kwargs), expected)
+        assert torch.equal(leading[4], plane) and torch.equal(kwargs["state"], state)
 
 
 def test_opcheck_merge() -> None:
@@ -350,6 +380,7 @@ def test_fakes_share_the_check() -> None:
 
 CARDS = [
     (sparse_attn.attend, Attend),
+    (sparse_attn.compress, Compress),
     (sparse_attn.convert, Convert),
     (sparse_attn.load, Load),
     (sparse_attn.merge, Merge),

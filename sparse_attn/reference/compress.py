@@ -22,13 +22,14 @@ def compress(a: Compress, latent: Tensor | None) -> None:
         latent.zero_()
     packed = 0
     for b, start, end, length in sequences("compress", a, a.rows.shape[0]):
-        new = torch.arange(max(length - (end - start), 0), max(length, 0), device=a.rows.device)
+        before, after = max(length - (end - start), 0), max(length, 0)
+        new = torch.arange(before, after, device=a.rows.device)
         tokens = step_rows(a, slice(end - len(new), end))
-        first, done = (len(new) and int(new[0])) // a.stride, max(length, 0) // a.stride
+        first, done = before // a.stride, after // a.stride
         if done > first:
             entries = torch.arange(first, done, device=a.rows.device)
             at = where("compress", a.page_table[b], entries, plane, "page_table", b)
-            pooled = round_to(a.dtype, pool(a, b, entries, int(new[0]), tokens))
+            pooled = round_to(a.dtype, pool(a, b, entries, before, tokens))
             normed = round_to(a.dtype, norm(a, pooled))
             plane.put_rows(at, round_to(a.dtype, rotate(a, entries, normed)).float())
             if latent is not None:
