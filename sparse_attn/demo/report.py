@@ -141,7 +141,7 @@ NOTES = (
     "KV bytes resident count K, V and the selector's copy. KV bytes read count the copy that is scored and the K and V "
     "that are attended, as if each token were decoded by itself. Pairs attended are (query token, entry) pairs.",
     "Time is one decode step's attention over all layers, on the model's own queries and keys: the median of "
-    "measurements taken in turns. Selection is plain PyTorch here and counts apart. SDPA reads contiguous K and V.",
+    "measurements taken in turns. Selection counts apart. SDPA reads contiguous K and V.",
 )
 
 

@@ -1,7 +1,8 @@
-"""Which entries a query attends, for a model that was not trained to select. Plain PyTorch.
+"""Which entries a query attends, for a model that was not trained to select.
 
 Each row (query token) and KV head gets its own selection. Scores are attention probabilities on a
-small copy of the keys, summed over the query heads of the KV head's group.
+small copy of the keys, summed over the query heads of the KV head's group. Tokens are selected by
+``sparse_attn.select``, blocks in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import store
+from .. import select, store
 from ..layout import FORMATS
 
 SCORE_ELEMENTS = 1 << 22
@@ -67,14 +68,14 @@ class Selector(Protocol):
         """Choose for ``q [T, Hq, D]``, whose rows see ``visible`` (int64 ``[T]``) entries."""
 
 
-def grouped_scores(q: Tensor, keys: Tensor, visible: Tensor, scale: float | Tensor) -> Tensor:
+def grouped_scores(q: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention probabilities over ``keys``, summed over the query heads of each KV head.
 
     Args:
         q: ``[T, Hq, D]``.
         keys: ``[Hkv, L, D]``.
         visible: int64 ``[T]``; row t sees ``keys[:, :visible[t]]``.
-        scale: factor of the scores, one number or ``[Hkv, 1, L]``.
+        scale: factor of the scores.
 
     Returns:
         float32 ``[T, Hkv, L]``; 0 for what a row does not see.
@@ -147,21 +148,30 @@ class TokenSelector:
     def select(
         self, layer: int, q: Tensor, page_table: Tensor, visible: Tensor, scale: float, budget: Budget
     ) -> Selection:
-        length = int(visible.max())
-        keys = _gathered(self.keys[layer], page_table, length)
-        scales = _gathered(self.scales[layer], page_table, length)[:, None] * scale
+        tokens, length = len(visible), int(visible.max())
         counts = budget.entries(visible)
-        rows = [
-            best(
-                grouped_scores(q[part], keys, visible[part], scales),
-                counts[part],
-                visible[part],
-                budget.first,
-                budget.last,
-            )
-            for part in _parts(q.shape[0], q.shape[1] * length)
-        ]
-        return Selection(_join(rows), 1, int(counts.sum()) * len(keys))
+        chosen = select(
+            q,
+            None,
+            torch.tensor([0, tokens], dtype=torch.int32),
+            torch.tensor([length], dtype=torch.int32),
+            self.keys[layer],
+            page_table[None],
+            max(int(counts.max()), budget.first + budget.last),
+            scale,
+            tokens,
+            length,
+            key_scale=self.scales[layer],
+            format=self.format.name,
+            kv_range=torch.stack([torch.zeros_like(visible), visible], dim=1).int(),
+            row_k=counts.int(),
+            score="softmax_sum",
+            out_heads=self.keys.shape[3],
+            keep_first=budget.first,
+            keep_last=budget.last,
+            order="index",  # of memory
+        )
+        return Selection(chosen.indices, 1, int(counts.sum()) * self.keys.shape[3])
 
 
 class BlockSelector:
