@@ -13,6 +13,7 @@ from engine import Judge, Layers, Ops, Pool, Step
 from torch import Tensor, nn
 
 v32 = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
+v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 m3 = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
 
 
@@ -147,3 +148,122 @@ class BlockGqa(Layers):
             keep_last=indexer.local_blocks,
         )
         return chosen | {"select_block": indexer.block_size}
+
+
+class Compressed(Layers):
+    """DeepSeek V4: in every layer a window of raw rows, and beside it nothing, selected entries of 4 tokens, or every
+    entry of 128 tokens."""
+
+    MAX_REWIND = 3
+    OVERLAP = {4: 8, 128: 128}
+    """Tokens that make an entry, by its ratio."""
+
+    def __init__(self, config: Any, ops: Ops, judge: Judge | None, page_size: int) -> None:
+        super().__init__(ops, judge)
+        dim, index_dim = config.head_dim, config.index_head_dim
+        self.window = Pool(page_size, window=config.sliding_window)
+        self.entries = {ratio: Pool(page_size + 1, ratio=ratio) for ratio in self.OVERLAP}
+        # two ways to keep the tokens that later entries need: a ring, and pages that are given back
+        self.states = {4: Pool(page_size, ring=8 - 1 + self.MAX_REWIND), 128: Pool(page_size, window=128)}
+        self.pools = [self.window, *self.entries.values(), *self.states.values()]
+        layers = range(config.num_hidden_layers)
+        self.windows = [self.window.plane(1, dim) for _ in layers]
+        self.planes: dict[Any, Tensor] = {}
+        """Entries, index keys and their states, by layer and use."""
+        for layer in layers:
+            ratio = config.compress_rates.get(config.layer_types[layer])
+            uses = {"main": dim, "index": index_dim} if ratio == 4 else {"main": dim} if ratio else {}
+            for use, width in uses.items():
+                self.planes[layer, use] = self.entries[ratio].plane(1, width)
+                # values and gates, each with channels for the entry that a token is in, and for the next
+                self.planes[layer, use, "state"] = self.states[ratio].plane(1, 2 * width * (2 if ratio == 4 else 1))
+        rotation = v4.DeepseekV4RotaryEmbedding(config)
+        positions = torch.arange(config.max_position_embeddings)[None]
+        self.cos_sin = {
+            kind: torch.cat(rotation(torch.zeros(1), positions, layer_type=kind), dim=-1)[0]
+            for kind in ("main", "compress")
+        }
+
+    def attend(self, module: nn.Module, x: Tensor, embeddings: Any, step: Step) -> Tensor:
+        cos, sin = (part[0] for part in embeddings[module.rope_layer_type])
+        residual = module.q_a_norm(module.q_a_proj(x))
+        q = module.q_b_norm(module.q_b_proj(residual).unflatten(-1, (module.num_heads, -1)))
+        window, window_table = self.windows[module.layer_idx], self.window.table(step)
+        self.ops(
+            "compress",
+            rows=module.kv_proj(x)[:, None],
+            gates=None,
+            **step.lengths(),
+            plane=window,
+            page_table=window_table,
+            stride=1,
+            norm=module.kv_norm.weight,
+            eps=module.kv_norm.variance_epsilon,
+            cos_sin=self.cos_sin[module.rope_layer_type],
+            format="fp32",
+        )
+        main: dict[str, Any] = {}
+        if module.compressor is not None:
+            ratio = module.compressor.compress_rate
+            plane = self.compress(module.layer_idx, "main", module.compressor, x, step)
+            table = self.entries[ratio].table(step)
+            main = {"kv": plane, "page_table": table, "ratio": ratio, "format": "fp32"}
+            if ratio == 4:
+                main |= self.choose(module, x, residual, (cos, sin), table, step)
+        out = self.ops(
+            "attend",
+            q=v4.apply_rotary_pos_emb(q, cos, sin),
+            **step.lengths(),
+            scale=module.scaling,
+            v_dim=module.head_dim,
+            win=window,
+            win_page_table=window_table,
+            win_format="fp32",
+            window=module.sliding_window,
+            sinks=module.sinks,
+            **main,
+        )
+        out = v4.apply_rotary_pos_emb(out, cos, -sin)  # values are rotated, as they are the keys
+        return module.o_b_proj(module.o_a_proj(out.reshape(len(x), module.config.o_groups, -1)).flatten(1))
+
+    def compress(self, layer: int, use: str, compressor: nn.Module, x: Tensor, step: Step) -> Tensor:
+        """Entries of a layer, or its index keys."""
+        ratio, plane = compressor.compress_rate, self.planes[layer, use]
+        self.ops(
+            "compress",
+            rows=compressor.kv_proj(x)[:, None],
+            gates=compressor.gate_proj(x)[:, None],
+            **step.lengths(),
+            plane=plane,
+            page_table=self.entries[ratio].table(step),
+            stride=ratio,
+            span=self.OVERLAP[ratio],
+            bias=compressor.position_bias,
+            state=self.planes[layer, use, "state"],
+            state_page_table=self.states[ratio].table(step),
+            max_rewind=self.MAX_REWIND,
+            norm=compressor.kv_norm.weight,
+            eps=compressor.kv_norm.variance_epsilon,
+            cos_sin=self.cos_sin["compress"],
+            format="fp32",
+        )
+        return plane
+
+    def choose(
+        self, module: nn.Module, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], table: Tensor, step: Step
+    ) -> dict[str, Tensor]:
+        indexer = module.compressor.indexer
+        keys = self.compress(module.layer_idx, "index", indexer, x, step)
+        q = indexer.q_b_proj(residual).unflatten(-1, (indexer.num_heads, -1))
+        return self.select(
+            module,
+            step,
+            q=v4.apply_rotary_pos_emb(q, *rotation),
+            weights=indexer.scorer.weights_proj(x) * indexer.scorer.weights_scaling,
+            keys=keys,
+            page_table=table,
+            k=indexer.index_topk,
+            scale=indexer.scorer.softmax_scale,
+            ratio=indexer.compress_rate,
+            format="fp32",
+        )
