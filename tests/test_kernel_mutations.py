@@ -26,7 +26,9 @@ if __name__ == "__main__":  # the module under test takes the place of the built
 import cases
 import pytest
 import test_attend
+import test_formats
 import test_mutations
+import test_same_bytes
 import test_select
 import test_store
 import torch
@@ -36,12 +38,13 @@ from sparse_attn.ops.attend import Attend
 
 CSRC = Path(__file__).parent.parent / "csrc"
 SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.cpp", "best.cpp", "store.cpp")
-SOURCES += ("parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
+SOURCES += ("entry.cpp", "parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
 OTHER_ISAS = "".join(
     f"extern const Kernels k{isa}Kernels = {{}}; extern const SelectKernels k{isa}SelectKernels = {{}};"
     for isa in ("Avx2", "Avx512", "Avx512Bf16")
 )
-SELECT_HEADERS = ("select_kernel.h", "select_schedule.h", "best.h")
+INCLUDED_BY = {"../common/encode.h": ["entry.cpp"]}
+INCLUDED_BY |= dict.fromkeys(("select_kernel.h", "select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
 
 # probe: what notices the fault
 LINES, NAN, POOL, HOSTILE, LONG, STORE, SELECT = "lines", "nan", "pool", "hostile", "long", "store", "select"
@@ -79,10 +82,30 @@ FAULTS = [
      "block->index_head = static_cast<int32_t>(0 * p_.main.index_heads", LINES),
     ("padding left as it was", "attend.cpp", "fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);", "", LINES),
     ("rows before the first token left", "attend.cpp", "fill_empty(p, begin, row);", "", HOSTILE),
-    ("scale rounded to nearest", "store.cpp", "half_to_float(scale) * 127 < amax) ++scale;", "false) ++scale;", STORE),
-    ("-1 stored", "store.cpp", "if (slot < 0) return;", "if (slot < -1) return;", STORE),
-    ("halves rounded up", "store.cpp", "(row[i] / divisor + kShift) - kShift",
-     "__builtin_floorf(row[i] / divisor + 0.5f)", STORE),
+    ("scale rounded to nearest", "../common/encode.h", "half_to_float(scale) * kLargest < float_of(amax)) ++scale;",
+     "false) ++scale;", STORE),
+    ("power of two rounded down", "../common/encode.h", "(amax >> 23) + larger;", "(amax >> 23);", STORE),
+    ("no least scale", "../common/encode.h", "(code < least ? least : code)", "code", STORE),
+    ("infinity has a scale", "../common/encode.h", "amax < 0x7f800000u;", "amax <= 0x7f800000u;", STORE),
+    ("product for quotient", "../common/encode.h", "(x[i] / scale.divisor)", "(x[i] * (1 / scale.divisor))", STORE),
+    ("halves rounded up", "../common/encode.h", "bits_of(x + 0x1.8p23f)",
+     "bits_of(__builtin_floorf(x + 0.5f) + 0x1.8p23f)", STORE),
+    ("ties away from zero", "../common/encode.h", "- 1 + (rest >> kShift & 1)", "", STORE),
+    ("subnormals rounded as others", "../common/encode.h", "-(rest < kLeastNormal)", "0", STORE),
+    ("no saturation", "../common/encode.h", "rest > top ? top : rest", "rest", STORE),
+    ("zero has no sign", "../common/encode.h", "bits_of(x) >> 31", "static_cast<uint32_t>(x < 0)", STORE),
+    ("nibbles swapped", "../common/encode.h", "codes[2 * i] | codes[2 * i + 1] << 4",
+     "codes[2 * i + 1] | codes[2 * i] << 4", STORE),
+    ("padding left as it was in entries", "entry.cpp", "  clear_pad(plane, slot);\n", "", STORE),
+    ("planar entries as interleaved", "entry.cpp", "planar(format) ? at.step : strides[1]", "strides[1]", STORE),
+    ("-1 stored", "store.cpp", "  if (slot < 0) return;", "  if (slot < -1) return;", STORE),
+    ("-1 read", "store.cpp", "  if (slot < 0) {", "  if (slot < -1) {", STORE),
+    ("bf16 rounded down", "store.cpp", "to[i] = float_to_bf16(buffer[i])",
+     "to[i] = static_cast<uint16_t>(bits_of(buffer[i]) >> 16)", STORE),
+    ("runs cross pages", "store.cpp", "i + dst.page_size - dst_offset", "end", STORE),
+    ("runs over gaps", "store.cpp", "src.strides[1] == row", "true", STORE),
+    ("skipped entries converted", "store.cpp", "if (from < 0 || to < 0) return;", "", STORE),
+    ("scale types do not matter", "store.cpp", "a.scale == b.scale && ", "", STORE),
     ("ties to the highest", "best.h", "0xffffffffu - static_cast<uint32_t>(number))", "static_cast<uint32_t>(number))",
      SELECT),
     ("negative zero below zero", "best.h", "bits_of(score + 0.0f)", "bits_of(score)", SELECT),
@@ -144,8 +167,7 @@ class Build:
         text = faulty.read_text()
         assert old in text, f"the fault's place in {file} is gone: move it along with the source"
         faulty.write_text(text.replace(old, new))
-        op = "select" if file in SELECT_HEADERS else "attend"
-        changed = [file] if file.endswith(".cpp") else [f"{op}.cpp", f"{op}_portable.cpp"]
+        changed = [file] if file.endswith(".cpp") else INCLUDED_BY.get(file, ["attend.cpp", "attend_portable.cpp"])
         objects = dict(self.objects)
         for name in changed:
             objects[name] = self.compile(folder / "csrc" / "cpu_native" / name, folder)
@@ -179,14 +201,20 @@ def probe_long() -> None:
 
 
 def probe_store() -> None:
-    rows = torch.tensor([[[127.0, 0.5, 1.5, -2.5] * 5] * 2])
-    stored = [test_store.empty_plane("int8") for _ in range(2)]
-    for (plane, scale), backend in zip(stored, ("cpu_native", "reference"), strict=True):
-        torch.ops.sparse_attn.store(rows, plane, torch.tensor([4]), scale=scale, format="int8", backend=backend)
-    assert torch.equal(stored[0][0], stored[1][0])
-    impl = next(impl for impl in registry.implementations("store") if impl.backend == "cpu_native")
-    test_store.test_same_bytes_as_the_reference(impl, "int8", "float32", 1.0)
-    test_store.test_nothing_to_store(impl)
+    store, load, convert = (
+        next(impl for impl in registry.implementations(op) if impl.backend == "cpu_native")
+        for op in ("store", "load", "convert")
+    )
+    for format in ("int8", "int4_index_h", "fp8_v4_planar", "fp8_v4_608", "fp4_v41", "fp4_index"):
+        for rows in ("ties", "any bits", "all of bfloat16"):
+            test_same_bytes.test_store(store, format, rows)
+    test_same_bytes.test_load(load, "bf16", torch.bfloat16)
+    test_same_bytes.test_load(load, "fp8_v4_planar", torch.bfloat16)
+    test_formats.test_load_reads_these_rows(load, "fp8_v4", 3)
+    test_same_bytes.test_convert(convert, "fp8_v4")
+    test_same_bytes.test_convert_copies_runs(convert, "int8")
+    test_store.test_same_bytes_as_the_reference(store, "int8", "float32", 1.0)
+    test_store.test_nothing_to_store(store)
 
 
 def probe_select() -> None:

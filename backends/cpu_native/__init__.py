@@ -17,6 +17,8 @@ from sparse_attn.registry import Between, Impl, OneOf
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
+    from sparse_attn.ops.convert import Convert
+    from sparse_attn.ops.load import Load
     from sparse_attn.ops.select import Select
     from sparse_attn.ops.store import Store
 
@@ -96,8 +98,27 @@ def _refusal(
 def _store(a: Store) -> None:
     last = _native().store(a, _CODES[a.rows.dtype], torch.get_num_threads())
     if last >= 0:
-        end = a.plane.shape[0] * a.plane.shape[1]
-        raise refuse("store", "slots", f"less than pages * page_size = {end}", last)
+        raise _past("store", "slots", a.paging, last)
+
+
+def _load(a: Load, out: Tensor) -> None:
+    last = _native().load(a, out, _CODES[out.dtype], torch.get_num_threads())
+    if last >= 0:
+        raise _past("load", "slots", FORMATS[a.format].paging(a.plane.shape, a.page_size), last)
+
+
+def _convert(a: Convert) -> None:
+    past = _native().convert(a, torch.get_num_threads())
+    if past is None:
+        return
+    if past[0]:
+        raise _past("convert", "dst_slots", FORMATS[a.dst_format].paging(a.dst.shape, a.dst_page_size), past[1])
+    raise _past("convert", "src_slots", FORMATS[a.src_format].paging(a.src.shape, a.src_page_size), past[1])
+
+
+def _past(op: str, name: str, paging: tuple[int, int, int], slot: int) -> InvalidCall:
+    """The exception for a slot past its plane."""
+    return refuse(op, name, f"less than pages * page_size = {paging[0] * paging[1]}", slot)
 
 
 _CPU = OneOf(("cpu",))
@@ -124,10 +145,12 @@ IMPLS = (
         priority=10,
         available=_unavailable,
     ),
+    Impl("convert", "cpu_native", limits={"device": _CPU}, run=_convert, priority=10, available=_unavailable),
+    Impl("load", "cpu_native", limits={"device": _CPU}, run=_load, priority=10, available=_unavailable),
     Impl(
         "store",
         "cpu_native",
-        limits={"device": _CPU, "format": _ROWS},
+        limits={"device": _CPU},
         run=_store,
         priority=10,
         available=_unavailable,

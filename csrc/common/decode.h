@@ -1,5 +1,4 @@
-// Reads numbers and rows of every codec as float32, one by one: the specification of faster
-// readers.
+// Reads numbers and rows of every codec as float32: the specification of faster readers.
 #pragma once
 
 #include "layout.h"
@@ -47,15 +46,36 @@ struct EntryParts {
   const char* scales;
 };
 
+template <Number kElement>
+inline void decode_group(const char* values, int64_t at, int64_t count, float scale, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = read_number(kElement, values, at + i) * scale;
+}
+
 // A row of `dim` elements. An element is one product in float32: stored * scale.
-inline void decode_row(const Codec& codec, const EntryParts& parts, int32_t dim, float* to) {
-  const int32_t stored = dim - codec.rope, group = codec.group == 0 ? stored : codec.group;
-  for (int32_t i = 0; i < stored; ++i) {
-    to[i] = read_number(codec.element, parts.values, i);
-    if (codec.scale != Number::kNone) to[i] *= read_number(codec.scale, parts.scales, i / group);
+inline void decode_row(const Codec& codec, const EntryParts& parts, int64_t dim, float* to) {
+  const int64_t stored = dim - codec.rope, group = codec.group == 0 ? stored : codec.group;
+  for (int64_t at = 0; at < stored; at += group) {
+    const bool scaled = codec.scale != Number::kNone;
+    const float scale = scaled ? read_number(codec.scale, parts.scales, at / group) : 1;
+    switch (codec.element) {
+#define SPARSE_ATTN_CASE(element)                                   \
+  case element:                                                     \
+    decode_group<element>(parts.values, at, group, scale, to + at); \
+    break;
+      SPARSE_ATTN_CASE(Number::kFp32)
+      SPARSE_ATTN_CASE(Number::kBf16)
+      SPARSE_ATTN_CASE(Number::kFp16)
+      SPARSE_ATTN_CASE(Number::kE4m3)
+      SPARSE_ATTN_CASE(Number::kE8m0)
+      SPARSE_ATTN_CASE(Number::kInt8)
+      SPARSE_ATTN_CASE(Number::kE2m1)
+      SPARSE_ATTN_CASE(Number::kInt4)
+#undef SPARSE_ATTN_CASE
+      case Number::kNone:
+        break;
+    }
   }
-  for (int32_t i = 0; i < codec.rope; ++i)
-    to[stored + i] = read_number(Number::kBf16, parts.rope, i);
+  decode_group<Number::kBf16>(parts.rope, 0, codec.rope, 1, to + stored);
 }
 
 }  // namespace

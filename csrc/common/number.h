@@ -62,9 +62,9 @@ inline float e8m0_to_float(uint8_t x) {
 }
 
 inline float e2m1_to_float(uint8_t code) {  // the low half of `code`
-  constexpr float kMagnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  const float magnitude = kMagnitudes[code & 7];
-  return code & 8 ? -magnitude : magnitude;
+  constexpr float kNumbers[] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
+                                -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+  return kNumbers[code & 15];
 }
 
 inline int32_t int4_to_int(uint8_t code) { return ((code & 15) ^ 8) - 8; }  // the low half

@@ -290,31 +290,81 @@ SelectParams select_params(py::handle call, py::handle indices, py::handle count
   return p;
 }
 
+// Bytes of an item of a plane's tensor: two numbers of 4 bits share one.
+int64_t item_bytes(Format format) {
+  const int32_t bits = number_bits(codec_of(format).element);
+  return bits < 8 ? 1 : bits / 8;
+}
+
+EntryPlane entry_plane(py::handle tensor, py::handle scale, py::handle format, py::handle page_size,
+                       int64_t dim) {
+  EntryPlane plane;
+  const TensorView view(tensor), scale_view(scale);
+  plane.format = format_named(format);
+  int64_t sizes[4], strides[3] = {0, 0, 0}, scale_strides[3] = {0, 0, 0};
+  const int axes = planar(plane.format) ? 1 : 3;
+  view.sizes(axes, sizes);
+  plane.pages = sizes[0];
+  plane.page_size = axes == 1 ? integer(page_size) : sizes[1];
+  plane.heads = axes == 1 ? 1 : sizes[2];
+  plane.dim = dim;
+  view.strides(axes, item_bytes(plane.format), strides);
+  if (scale_view.given()) scale_view.strides(3, 2, scale_strides);
+  place_parts(&plane, view.data<char>(), strides, scale_view.data<char>(), scale_strides);
+  return plane;
+}
+
+// Elements of a row of a plane.
+int64_t row_dim(py::handle tensor, py::handle format_name) {
+  const Format format = format_named(format_name);
+  const Codec& codec = codec_of(format);
+  if (packed(format)) return codec.dim + codec.rope;
+  int64_t sizes[4];
+  TensorView(tensor).sizes(4, sizes);
+  return sizes[3] * item_bytes(format) * 8 / number_bits(codec.element);
+}
+
 StoreParams store_params(py::handle call, Format row_format) {
   StoreParams p;
   int64_t sizes[3];
-  const py::object rows = FIELD("rows"), plane = FIELD("plane"), scale = FIELD("scale");
-  const TensorView row_view(rows), plane_view(plane), scale_view(scale);
+  const py::object rows = FIELD("rows");
+  const TensorView row_view(rows);
   row_view.sizes(3, sizes);
   p.tokens = sizes[0];
-  p.heads = sizes[1];
-  p.dim = sizes[2];
   p.rows = row_view.data<const char>();
   p.row_format = row_format;
   row_view.strides(2, element_bytes(row_format), p.row_strides);
-  p.format = format_named(FIELD("format"));
-  plane_view.sizes(2, sizes);
-  p.pages = sizes[0];
-  p.page_size = sizes[1];
-  p.plane = plane_view.data<char>();
-  plane_view.strides(3, element_bytes(p.format), p.plane_strides);
-  if (scale_view.given()) {
-    p.scale = scale_view.data<char>();
-    scale_view.strides(3, 2, p.scale_strides);
-  }
+  p.plane =
+      entry_plane(FIELD("plane"), FIELD("scale"), FIELD("format"), FIELD("page_size"), sizes[2]);
   p.slots = TensorView(FIELD("slots")).data<const int64_t>();
-#undef FIELD
   return p;
 }
+
+LoadParams load_params(py::handle call, py::handle out, Format out_format) {
+  LoadParams p;
+  const py::object plane = FIELD("plane"), format = FIELD("format"), slots = FIELD("slots");
+  p.plane = entry_plane(plane, FIELD("scale"), format, FIELD("page_size"), row_dim(plane, format));
+  TensorView(slots).sizes(1, &p.tokens);
+  p.slots = TensorView(slots).data<const int64_t>();
+  p.out = TensorView(out).data<char>();
+  p.out_format = out_format;
+  return p;
+}
+
+ConvertParams convert_params(py::handle call) {
+  ConvertParams p;
+  const py::object src = FIELD("src"), src_format = FIELD("src_format");
+  const int64_t dim = row_dim(src, src_format);
+  p.src = entry_plane(src, FIELD("src_scale"), src_format, FIELD("src_page_size"), dim);
+  p.dst = entry_plane(FIELD("dst"), FIELD("dst_scale"), FIELD("dst_format"), FIELD("dst_page_size"),
+                      dim);
+  const py::object slots = FIELD("src_slots");
+  p.entries = p.src.slots();
+  if (TensorView(slots).given()) TensorView(slots).sizes(1, &p.entries);
+  p.src_slots = TensorView(slots).data<const int64_t>();
+  p.dst_slots = TensorView(FIELD("dst_slots")).data<const int64_t>();
+  return p;
+}
+#undef FIELD
 
 }  // namespace sparse_attn

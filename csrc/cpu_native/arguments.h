@@ -21,4 +21,8 @@ SelectParams select_params(pybind11::handle call, pybind11::handle indices, pybi
 
 StoreParams store_params(pybind11::handle call, Format row_format);
 
+LoadParams load_params(pybind11::handle call, pybind11::handle out, Format out_format);
+
+ConvertParams convert_params(pybind11::handle call);
+
 }  // namespace sparse_attn

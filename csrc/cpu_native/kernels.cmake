@@ -1,5 +1,5 @@
 # Adds the library sparse_attn_cpu: the kernels, which know neither Python nor torch.
-set(kernels attend.cpp best.cpp isa.cpp memory.cpp parallel.cpp select.cpp store.cpp)
+set(kernels attend.cpp best.cpp entry.cpp isa.cpp memory.cpp parallel.cpp select.cpp store.cpp)
 list(APPEND kernels attend_portable.cpp select_portable.cpp)
 set(instruction_sets portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")

@@ -63,6 +63,31 @@ PYBIND11_MODULE(_cpu_native, m) {
       "Runs store. Returns -1, or the largest slot if it lies past the plane.");
 
   m.def(
+      "load",
+      [](py::handle call, py::handle out, int out_format, int threads) {
+        LoadParams p = load_params(call, out, static_cast<Format>(out_format));
+        p.threads = threads;
+        py::gil_scoped_release release;
+        return load(p);
+      },
+      "Runs load. Returns as store does.");
+
+  m.def(
+      "convert",
+      [](py::handle call, int threads) -> py::object {
+        ConvertParams p = convert_params(call);
+        p.threads = threads;
+        PastPlane past;
+        {
+          py::gil_scoped_release release;
+          past = convert(p);
+        }
+        if (past.slot < 0) return py::none();
+        return py::make_tuple(past.in_dst, past.slot);
+      },
+      "Runs convert. Returns None, or (in dst, the largest slot) if it lies past its plane.");
+
+  m.def(
       "instruction_sets",
       [] {
         py::list names;

@@ -87,7 +87,8 @@ def store(
     """Write ``rows`` into ``plane`` in place, quantised as the plane's format says (``docs/formats.md``).
 
     Every row of every head is quantised by itself, to nearest, ties to even. A group with a non-finite element, or with
-    more than its scale can express, gets a scale that is not finite, so that reading it shows the fault.
+    more than its scale can express, gets a scale that is not finite, so that reading it shows the fault: rows of
+    ``int8`` with a magnitude above 65504 * 127, and of ``int4_index_h`` with one above 65504 * 7, read back as NaN.
 
     Args (T rows, H heads; every tensor on one device):
         rows: float32, bfloat16 or float16 ``[T, H, D]``.

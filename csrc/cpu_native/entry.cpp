@@ -1,0 +1,67 @@
+#include "entry.h"
+
+#include <string.h>
+
+#include "../common/decode.h"
+#include "../common/encode.h"
+
+namespace sparse_attn {
+namespace {
+
+int64_t bytes_of_part(Format format, Part part) {
+  for (const Section& section : info_of(format).sections) {
+    for (const PartSize& size : section.parts) {
+      if (size.part == part) return size.bytes;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+void place_parts(EntryPlane* plane, char* data, const int64_t strides[3], char* scale,
+                 const int64_t scale_strides[3]) {
+  const Format format = plane->format;
+  const Codec& codec = codec_of(format);
+  const auto rows = [](char* first, const int64_t* steps, int64_t bytes) {
+    return PartRows{first, {steps[0], steps[1], steps[2]}, bytes};
+  };
+  if (!packed(format)) {
+    plane->values = rows(data, strides, bytes_of(codec.element, plane->dim));
+    if (scale) plane->scales = rows(scale, scale_strides, bytes_of(codec.scale, 1));
+    return;
+  }
+  const auto place = [&](Part part) {
+    const PartPlace at = place_of(format, part, plane->page_size);
+    const int64_t steps[3] = {strides[0], planar(format) ? at.step : strides[1], 0};
+    return rows(data + at.first, steps, bytes_of_part(format, part));
+  };
+  plane->values = place(Part::kValues);
+  plane->scales = place(Part::kScales);
+  plane->rope = place(Part::kRope);
+  plane->pad = place(Part::kPad);
+}
+
+void write_row(const EntryPlane& plane, int64_t slot, int64_t head, const float* row) {
+  const int64_t page = slot / plane.page_size, offset = slot % plane.page_size;
+  encode_row(codec_of(plane.format), row, plane.dim,
+             {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
+              plane.scales.at(page, offset, head)});
+  clear_pad(plane, slot);
+}
+
+void read_row(const EntryPlane& plane, int64_t slot, int64_t head, float* row) {
+  const int64_t page = slot / plane.page_size, offset = slot % plane.page_size;
+  decode_row(codec_of(plane.format),
+             {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
+              plane.scales.at(page, offset, head)},
+             plane.dim, row);
+}
+
+void clear_pad(const EntryPlane& plane, int64_t slot) {
+  if (plane.pad.bytes == 0) return;
+  memset(plane.pad.at(slot / plane.page_size, slot % plane.page_size, 0), 0,
+         static_cast<size_t>(plane.pad.bytes));
+}
+
+}  // namespace sparse_attn

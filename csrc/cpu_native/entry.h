@@ -1,0 +1,48 @@
+// Entries of a paged plane of any format: `write_row` and `read_row` are all that an op needs to
+// know of a format.
+#pragma once
+
+#include <stdint.h>
+
+#include "../common/layout.h"
+
+namespace sparse_attn {
+
+// Where one part of every row lies: `bytes` bytes at each [page, offset, head]. No bytes: the
+// format lacks the part. Strides are in bytes.
+struct PartRows {
+  char* first = nullptr;
+  int64_t strides[3] = {0, 0, 0};
+  int64_t bytes = 0;
+
+  char* at(int64_t page, int64_t offset, int64_t head) const {
+    return first + page * strides[0] + offset * strides[1] + head * strides[2];
+  }
+};
+
+struct EntryPlane {
+  Format format = Format::kFp32;
+  PartRows values, scales, rope, pad;
+  int64_t pages = 0;
+  int64_t page_size = 1;
+  int64_t heads = 1;
+  int64_t dim = 0;  // elements of a row
+
+  int64_t slots() const { return pages * page_size; }
+};
+
+// Fills in the parts of a plane whose other fields are set. Strides, in bytes, are those of pages,
+// entries and heads; of pages alone in planar formats. `scale` is the scale plane, if the format
+// has one.
+void place_parts(EntryPlane* plane, char* data, const int64_t strides[3], char* scale,
+                 const int64_t scale_strides[3]);
+
+// Quantises a row of plane.dim floats into a slot, which must not lie past the plane.
+void write_row(const EntryPlane& plane, int64_t slot, int64_t head, const float* row);
+
+void read_row(const EntryPlane& plane, int64_t slot, int64_t head, float* row);
+
+// Writes the padding of an entry, if its format has some: zeros.
+void clear_pad(const EntryPlane& plane, int64_t slot);
+
+}  // namespace sparse_attn
