@@ -250,23 +250,28 @@ def difference(name: str, logits: dict[int, Tensor], start: int = 0) -> float:
     )
 
 
-def backends(*marks: pytest.MarkDecorator) -> list[Any]:
-    """Those that attend on the CPU, the reference with ``marks``."""
-    names = []
-    for impl in registry.implementations("attend"):
-        device = impl.limits.get("device")
-        if registry.availability(impl) is None and (device is None or device.admits("cpu")):
-            names.append(pytest.param(impl.backend, marks=marks if impl.backend == "reference" else ()))
-    return names
+def runs_here(impl: registry.Impl) -> bool:
+    device = impl.limits.get("device")
+    return registry.availability(impl) is None and (device is None or device.admits("cpu"))
+
+
+BACKENDS = [impl.backend for impl in registry.implementations("attend") if runs_here(impl)]
+
+
+def case(backend: str, *more: str, slow: bool) -> Any:
+    """A case of a test, which the reference may leave to the slow tests."""
+    return pytest.param(backend, *more, marks=pytest.mark.slow if slow and backend == "reference" else ())
 
 
 def judge(name: str) -> Judge:
     return Judge({sequence: answer(name, sequence) for sequence in TOKENS}, TIE)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize(
+    ("backend", "schedule"),
+    [case(backend, schedule, slow=schedule in ("prefill", "decode")) for backend in BACKENDS for schedule in SCHEDULES],
+)
 def test_logits(backend: str, name: str, schedule: str) -> None:
     steps, page_size = SCHEDULES[schedule]
     judged = judge(name)
@@ -451,7 +456,7 @@ def interrupted(name: str, backend: str, interrupt: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("backend", backends(pytest.mark.slow))
+@pytest.mark.parametrize("backend", [case(backend, slow=True) for backend in BACKENDS])
 def test_preempted_and_resumed(backend: str, name: str) -> None:
     """Bitwise as if it had stayed."""
     pairs = zip(interrupted(name, backend, True), interrupted(name, backend, False), strict=True)
@@ -489,7 +494,7 @@ def forked(name: str, backend: str, share: bool) -> tuple[list[Tensor], Engine]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("backend", backends(pytest.mark.slow))
+@pytest.mark.parametrize("backend", [case(backend, slow=True) for backend in BACKENDS])
 def test_forked(backend: str, name: str) -> None:
     """Bitwise as if each had its own prefix."""
     shared, served = forked(name, backend, True)
