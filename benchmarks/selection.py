@@ -33,6 +33,12 @@ class Shape:
 
 INDEXER = Shape("indexer 64 x 128", 64, 1, 128, 2048)
 GROUPS = Shape("gqa 9/3 x 64", 9, 3, 64, 2048, "softmax_sum", out_heads=3)
+SCORES = (
+    Shape("gqa 9/3 x 64 relu_sum", 9, 3, 64, 2048, "relu_sum", out_heads=3),
+    Shape("gqa 9/3 x 64 max", 9, 3, 64, 2048, "max", out_heads=3),
+    Shape("gqa 9/3 x 64 dot", 9, 3, 64, 2048, "dot", out_heads=3),
+    Shape("gqa 3/3 x 64 dot of summed queries", 3, 3, 64, 2048, "dot", out_heads=3),
+)
 CONTEXTS = (8192, 32768, 131072)
 
 
@@ -43,8 +49,18 @@ def cases() -> Iterator[Callable[[], Case]]:
             yield partial(make, INDEXER, context, dtype, dtype)
         for dtype in ("bf16", "fp32"):
             yield partial(make, GROUPS, context, dtype, "int8_index_h")
+    for shape in SCORES:  # of dense models, with softmax_sum above
+        yield partial(make, shape, CONTEXTS[0], "fp32", "int8_index_h")
     prefill = Shape("gqa 9/3 x 64 prefill", 9, 3, 64, 512, "softmax_sum", out_heads=3, rows=256)
     yield partial(make, prefill, 4096, "fp32", "int8_index_h")
+
+
+JOINED: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax_sum": lambda scores: scores.softmax(-1).sum(2),
+    "relu_sum": lambda scores: scores.relu_().sum(2),
+    "max": lambda scores: scores.amax(2),
+    "dot": lambda scores: scores.sum(2),
+}
 
 
 def name_of(shape: Shape, context: int, dtype: str, format: str) -> str:
@@ -60,7 +76,7 @@ def make(shape: Shape, context: int, dtype: str, format: str) -> Case:
     variants = [
         Select(
             torch.randn(shape.rows, shape.q_heads, shape.dim).to(DTYPES[dtype]),
-            torch.randn(shape.rows, shape.q_heads).to(DTYPES[dtype]) if shape.score == "relu_sum" else None,
+            torch.randn(shape.rows, shape.q_heads).to(DTYPES[dtype]) if shape.out_heads == 1 else None,
             torch.tensor([0, shape.rows], dtype=torch.int32),
             torch.tensor([context], dtype=torch.int32),
             keys,
@@ -108,7 +124,8 @@ def peer(shape: Shape, a: Select) -> Tensor:
         total = (a.weights[:, None] @ scores.relu_()[0][None]).view(shape.rows, 1, -1)
     else:
         scores = (scores * scale).view(groups, shape.rows, -1, len(keys))
-        total = scores.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).sum(2).transpose(0, 1)
+        scores = scores.masked_fill_(hidden[:, None], -torch.inf)
+        total = JOINED[shape.score](scores).transpose(0, 1)
     return total.topk(a.k, sorted=False).indices.int()
 
 
