@@ -6,12 +6,19 @@ Draft (multi-token prediction) layers are left out. Heads are those of the whole
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 
 from .layout import FORMATS
 
 BF16 = {"main": "bf16", "window": "bf16", "index": "bf16"}
 """A choice of formats: nothing quantised."""
+
+SELECT_ARGUMENTS = (
+    *("k", "out_heads", "keep_first", "keep_last"),
+    *("score", "score_dtype", "pool", "span", "bounds", "tail"),
+)
+"""Fields of a selection that are arguments of ``select``."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,11 @@ class Selection:
     """How the list of indices of a query token is found.
 
     ``k`` indices, each of ``block`` entries of the main plane, in one list for all heads, or in ``out_heads`` of them:
-    one per KV head or per query head. ``heads`` index queries of ``dim`` elements score. The first ``keep_first`` and
-    the last ``keep_last`` indices are always in the list and count in ``k``. In two levels: ``candidate_k`` blocks of
-    ``candidate_block`` index entries are found once, and later selections are made among their entries.
+    one per KV head or per query head. ``heads`` index queries of ``dim`` elements score, each with a weight of the
+    model's if ``weighted``. The first ``keep_first`` and the last ``keep_last`` indices are always in the list and
+    count in ``k``. In two levels: ``candidate_k`` blocks of ``candidate_block`` index entries are found once, and later
+    selections are made among their entries. With a ``share``, a row's budget is this share of what it may select,
+    rounded up, and ``k`` if that is less. The other fields are arguments of ``select`` by their names.
     """
 
     k: int
@@ -59,6 +68,14 @@ class Selection:
     keep_last: int = 0
     candidate_k: int = 0
     candidate_block: int = 0
+    weighted: bool = False
+    score: str = "relu_sum"
+    score_dtype: str = "fp32"
+    pool: str = "none"
+    span: int = 0
+    bounds: bool = False
+    tail: str = "none"
+    share: Fraction | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,9 @@ class Layer:
     * ``index_owner``: whose index plane it scores. None: it scores nothing.
     * ``selection_owner``: whose list of indices it attends by. None: it attends to every visible entry.
     * ``candidate_owner``: whose candidate blocks restrict its selection. The owner itself is not restricted by them.
+
+    A layer with ``attends_index`` also attends to every visible entry of its index plane, which holds values too. A
+    ``window`` without a window plane is read from the main plane.
     """
 
     number: int
@@ -86,6 +106,7 @@ class Layer:
     index_owner: int | None = None
     selection_owner: int | None = None
     candidate_owner: int | None = None
+    attends_index: bool = False
 
     @property
     def kind(self) -> str:
@@ -175,7 +196,7 @@ def _mla(name: str, layers: int, q_heads: int, index_heads: int, full: Sequence[
     """MLA with a lightning indexer in the layers ``full``; the others attend by the list of the last of these."""
 
     main, index = Plane("main", (576,), "fp8_v32"), Plane("index", (128,), "fp8_index")
-    selection = Selection(2048, index_heads, 128)
+    selection = Selection(2048, index_heads, 128, weighted=True)
 
     def layer(number: int) -> Layer:
         plain = Layer(number, q_heads, 1, 576, 512, (main,), kv_owner=number)
@@ -253,7 +274,9 @@ class Method:
 
     An index stands for ``block`` tokens. An entry of the index plane stands for ``ratio`` tokens and holds ``rows``
     rows of the head dimension. There is a list for each query head if ``per_query_head``, else for each KV head. The
-    first ``dense_layers`` layers stay dense. The window is read from the main plane and does not count in k.
+    first ``dense_layers`` layers stay dense. The window is read from the main plane and does not count in k. With
+    ``attends_index``, the index plane holds keys and values, and attention reads all that is visible of it. The other
+    fields are arguments of ``select`` by their names.
     """
 
     block: int = 1
@@ -264,35 +287,109 @@ class Method:
     keep_first: int = 0
     keep_last: int = 0
     window: int = 0
+    attends_index: bool = False
     dense_layers: int = 0
+    score: str = "softmax_sum"
+    pool: str = "none"
+    span: int = 0
+    bounds: bool = False
+    tail: str = "none"
 
 
 METHODS: dict[str, Method] = {
     "tokens": Method(format="int8_index_h"),  # a quantised copy of each key
-    "quest": Method(16, 16, rows=2, per_query_head=True, dense_layers=2),  # lower and upper bounds; decode only
-    "moba": Method(2048, 2048, per_query_head=True, keep_last=1),  # mean keys
+    # lower and upper bounds; decode only
+    "quest": Method(
+        16, 16, rows=2, per_query_head=True, keep_last=1, dense_layers=2, score="dot", bounds=True, tail="counted"
+    ),
+    "moba": Method(2048, 2048, per_query_head=True, keep_last=1, score="dot", tail="counted"),  # mean keys
     # keys and values compressed from spans of 32 tokens, which attention reads as well; three softmaxes
-    "nsa": Method(64, 16, rows=2, keep_first=1, keep_last=2, window=512),
+    "nsa": Method(
+        64,
+        16,
+        rows=2,
+        keep_first=1,
+        keep_last=2,
+        window=512,
+        attends_index=True,
+        pool="sum",
+        span=32,
+        tail="counted",
+    ),
 }
 
 
-def sparse(model: Model, method: Method, k: int) -> Model:
-    """The dense ``model`` run by ``method``, with ``k`` indices (of ``method.block`` tokens each) in a list."""
+def sparse(model: Model, method: Method, k: int, share: Fraction | None = None) -> Model:
+    """The dense ``model`` run by ``method``, with ``k`` indices (of ``method.block`` tokens each) in a list.
+
+    With a ``share`` (0 to 1), lists have this share of what a row may select, and ``k`` indices at least.
+    """
     planes = sorted({plane.kind for layer in model.layers for plane in layer.planes})
     if planes != ["main"]:
         raise ValueError(f"{model.name}: expected a dense model, with main planes alone, got {', '.join(planes)}")
     if k < 1:
         raise ValueError(f"{model.name}: k: expected at least 1 index, got {k}")
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"{model.name}: share: expected above 0 and at most 1, got {share}")
 
     def selecting(layer: Layer) -> Layer:
         index = Plane("index", (layer.qk_dim,) * method.rows, method.format, layer.kv_heads, method.ratio)
         heads = layer.q_heads if method.per_query_head else layer.kv_heads
-        forced = method.keep_first, method.keep_last
-        selection = Selection(k, layer.q_heads, layer.qk_dim, heads, method.block, *forced)
-        return replace(_selecting(layer, index, selection), window=method.window)
+        shared = {f.name: getattr(method, f.name) for f in fields(method) if f.name in SELECT_ARGUMENTS}
+        selection = Selection(k, layer.q_heads, layer.qk_dim, heads, method.block, share=share, **shared)
+        attending = replace(layer, window=method.window, attends_index=method.attends_index)
+        return _selecting(attending, index, selection)
 
     first = method.dense_layers
     return Model(model.name, (*model.layers[:first], *map(selecting, model.layers[first:])))
+
+
+def dense(model: Model) -> Model:
+    """The model with every layer attending to all that is visible: how an engine runs it that has no sparse kernel."""
+
+    def attending(layer: Layer) -> Layer:
+        if layer.selection is None:
+            return layer
+        window = layer.window if "window" in layer.reads else 0
+        return replace(
+            layer,
+            window=window,
+            selection=None,
+            index_owner=None,
+            selection_owner=None,
+            candidate_owner=None,
+            attends_index=False,
+        )
+
+    return Model(model.name, tuple(map(attending, model.layers)))
+
+
+def shard(model: Model, ranks: int) -> Model:
+    """What one of ``ranks`` tensor-parallel ranks holds and computes.
+
+    Query heads are split, KV heads and lists too until there is one of each in a rank. What serves all heads is whole
+    in each rank: planes with one head, and the index queries of a list for all.
+    """
+
+    def part(what: str, heads: int) -> int:
+        if max(heads, ranks) % min(heads, ranks):
+            raise ValueError(
+                f"{model.name}: ranks: expected a divisor or a multiple of the {heads} {what}, got {ranks}"
+            )
+        return max(heads // ranks, 1)
+
+    def parted(layer: Layer) -> Layer:
+        if layer.q_heads % ranks:
+            raise ValueError(f"{model.name}: ranks: expected a divisor of the {layer.q_heads} query heads, got {ranks}")
+        planes = tuple(replace(plane, heads=part("heads of a plane", plane.heads)) for plane in layer.planes)
+        chosen = layer.selection
+        if chosen is not None:
+            lists = part("lists of indices", chosen.out_heads)
+            chosen = replace(chosen, out_heads=lists, heads=chosen.heads * lists // chosen.out_heads)
+        q_heads, kv_heads = layer.q_heads // ranks, part("KV heads", layer.kv_heads)
+        return replace(layer, q_heads=q_heads, kv_heads=kv_heads, planes=planes, selection=chosen)
+
+    return Model(model.name, tuple(map(parted, model.layers)))
 
 
 def _selecting(layer: Layer, index: Plane, selection: Selection) -> Layer:
@@ -303,7 +400,8 @@ def _selecting(layer: Layer, index: Plane, selection: Selection) -> Layer:
 
 def _minimax_m3() -> Model:
     """MiniMax-M3: three dense layers, then blocks of 128 tokens by index keys that all heads share."""
-    index, selection = Plane("index", (128,), "bf16"), Selection(16, 4, 128, out_heads=4, block=128, keep_last=1)
+    index = Plane("index", (128,), "bf16")
+    selection = Selection(16, 4, 128, out_heads=4, block=128, keep_last=1, score="dot", pool="max")
     dense = gqa("minimax-m3", 60, 64, 4, 128).layers
     return Model("minimax-m3", (*dense[:3], *(_selecting(layer, index, selection) for layer in dense[3:])))
 

@@ -6,12 +6,13 @@ import doctest
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from sparse_attn import layout
-from sparse_attn.models import BF16, METHODS, PRESETS, Layer, Model, Plane, Selection, gqa, sparse
+from sparse_attn.models import BF16, METHODS, PRESETS, Layer, Model, Plane, dense, gqa, shard, sparse
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -261,18 +262,22 @@ LLAMA = PRESETS["llama-3.1-8b"]
 @pytest.mark.parametrize(
     ("method", "layers", "index", "selection", "window"),
     [
-        ("tokens", 32, 8 * (128 + 2), Selection(2048, 32, 128, out_heads=8), 0),
-        ("quest", 30, 8 * 2 * 256 / 16, Selection(256, 32, 128, out_heads=32, block=16), 0),
-        ("moba", 32, 8 * 256 / 2048, Selection(3, 32, 128, out_heads=32, block=2048, keep_last=1), 0),
-        ("nsa", 32, 8 * 2 * 256 / 16, Selection(16, 32, 128, out_heads=8, block=64, keep_first=1, keep_last=2), 512),
+        ("tokens", 32, 8 * (128 + 2), (2048, 8, 1, 0, 0), 0),
+        ("quest", 30, 8 * 2 * 256 / 16, (256, 32, 16, 0, 1), 0),
+        ("moba", 32, 8 * 256 / 2048, (3, 32, 2048, 0, 1), 0),
+        ("nsa", 32, 8 * 2 * 256 / 16, (16, 8, 64, 1, 2), 512),
     ],
 )
-def test_methods(method: str, layers: int, index: float, selection: Selection, window: int) -> None:
+def test_methods(method: str, layers: int, index: float, selection: tuple[int, ...], window: int) -> None:
     """The published settings of each: budgets of 2048 and 4096 tokens, 3 blocks of 2048, 16 blocks of 64."""
-    model = sparse(LLAMA, METHODS[method], selection.k)
+    model = sparse(LLAMA, METHODS[method], selection[0])
     assert len(model.by_kind()["full"]) == layers
     assert model.bytes_per_token() == {"main": LLAMA.bytes_per_token()["main"], "index": layers * index}
-    assert (model.layers[-1].selection, model.layers[-1].window) == (selection, window)
+    last = model.layers[-1]
+    assert last.selection and (last.selection.heads, last.selection.dim) == (32, 128)
+    chosen = last.selection
+    assert (chosen.k, chosen.out_heads, chosen.block, chosen.keep_first, chosen.keep_last) == selection
+    assert last.window == window
     assert model.layers[: 32 - layers] == LLAMA.layers[: 32 - layers]
     assert sparse(LLAMA, METHODS[method], 1).bytes_per_token() == model.bytes_per_token()
 
@@ -282,9 +287,44 @@ def test_int8_keys_and_int4_index() -> None:
     assert model.bytes_per_token() == {"main": 32 * 8 * 2 * 130, "index": 32 * 8 * 66}
 
 
+# --- Ranks, and engines that ignore selections ------------------------------------------------------------------
+
+
+def test_ranks_split_what_has_heads() -> None:
+    v32, m3 = shard(V32, 8).layers[0], shard(M3, 8).layers[3]
+    assert (v32.q_heads, v32.kv_heads, v32.selection, v32.planes) == (
+        16,
+        1,
+        V32.layers[0].selection,
+        V32.layers[0].planes,
+    )
+    assert (m3.q_heads, m3.kv_heads, m3.selection and m3.selection.heads, m3.selection and m3.selection.out_heads) == (
+        8,
+        1,
+        1,
+        1,
+    )
+    size, four = M3.bytes_per_token(), shard(M3, 4).bytes_per_token()
+    assert four == {"main": size["main"] / 4, "index": size["index"]}
+    assert shard(M3, 8).bytes_per_token() == four  # two ranks hold the same KV head
+    moba = shard(sparse(LLAMA, METHODS["moba"], 3), 4).layers[0].selection
+    assert moba and (moba.heads, moba.out_heads) == (8, 8)
+
+
+def test_an_engine_that_ignores_selections() -> None:
+    for model in (V32, V4, V41, M3, sparse(LLAMA, METHODS["nsa"], 16)):
+        plan = dense(model)
+        assert set(plan.by_kind()) <= {"window", "dense"}
+        assert plan.bytes_per_token() == model.bytes_per_token() and plan.fixed_bytes() == model.fixed_bytes()
+    assert dense(LLAMA) == LLAMA
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: shard(V32, 3), "ranks: expected a divisor of the 128 query heads, got 3"),
+        (lambda: shard(gqa("a", 1, 24, 8, 64), 12), "a divisor or a multiple of the 8"),
+        (lambda: sparse(LLAMA, METHODS["tokens"], 1, Fraction(2)), "share: expected above 0 and at most 1, got 2"),
         (lambda: sparse(V32, METHODS["tokens"], 2048), "main planes alone"),
         (lambda: sparse(LLAMA, METHODS["tokens"], 0), "k: expected at least 1"),
         (lambda: V32.bytes_per_token({"state": "bf16"}), "keys among main, window, index, got state"),
