@@ -1,9 +1,9 @@
-"""Times `attend` or `select` against eager torch, on this machine's CPU.
+"""Times an op against eager torch, on this machine's CPU.
 
 Every function of a case is called in turn, over and over in one process, so that a busy neighbour disturbs all of them
 alike. With one thread the figure is CPU time of the process, else wall time. Printed: the lower quartile in
 milliseconds; for peers, how many times as long as sparse_attn they take.
-Run: python benchmarks/run.py [attend | select] [--only TEXT] [--threads N] [--rounds N] [--json]
+Run: python benchmarks/run.py [attend | compress | select] [--only TEXT] [--threads N] [--rounds N] [--json]
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 
 import attend
+import compression
 import selection
 import torch
 from torch import Tensor
 
-OPS = {"attend": attend, "select": selection}
+OPS = {"attend": attend, "compress": compression, "select": selection}
 
 
 def measure(functions: dict[str, Callable[[int], Tensor]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ LINES = pytest.mark.parametrize("line", lines(), ids=lambda line: f"{line.of}")
 
 
 def sequences(line: Line, impl, **options) -> Sequences:
-    stride = 8 if line.stride > 64 else line.stride
+    stride = line.stride if line.stride < 64 else 8
     s = Sequences(line, [5 * stride + stride // 2, 0, 9 * stride + 1, max(stride - 1, 1)], **options)
     args, kwargs = s.step(s.lengths, s.lengths)
     skip_unless(impl, facts(Compress(*args, **kwargs)))

@@ -256,8 +256,9 @@ def native_build() -> Path:
     return build
 
 
-def test_hostile_calls_under_sanitizers(native_build: Path) -> None:
-    result = subprocess.run([native_build / "test_kernels", "60"], capture_output=True, text=True)
+@pytest.mark.parametrize(("program", "rounds"), [("test_kernels", "60"), ("test_compress", "200")])
+def test_hostile_calls_under_sanitizers(native_build: Path, program: str, rounds: str) -> None:
+    result = subprocess.run([native_build / program, rounds], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout == f"passed: {' '.join(INSTRUCTION_SETS)}\n"
 

@@ -18,8 +18,8 @@ FAULTS = [
     ("an entry early", "entries = torch.arange(first, done", "entries = torch.arange(first, done + 1"),
     ("an entry late", "max(length, 0)\n", "max(length, 0) - 1\n"),
     ("first entry of a step lost", "first, done = before // a.stride,", "first, done = -(-before // a.stride),"),
-    ("rope at the last token", "* (a.rope_stride or a.stride)", "* (a.rope_stride or a.stride) + a.stride - 1"),
-    ("rope_stride ignored", "(a.rope_stride or a.stride)", "a.stride"),
+    ("rope at the last token", "* a.rope_step", "* a.rope_step + a.stride - 1"),
+    ("rope_stride ignored", "a.rope_step", "a.stride"),
     (
         "rope turned back",
         "even * cos - odd * sin, odd * cos + even * sin",
@@ -43,12 +43,12 @@ FAULTS = [
     ("sets of channels swapped", "// a.stride\n    return sets", "// a.stride\n    own = own.flip(0)\n    return sets"),
     (
         "one set of channels",
-        "own = torch.arange(a.tokens, device=x.device) // a.stride",
-        "own = torch.zeros(a.tokens, dtype=torch.long)",
+        "own = torch.arange(a.covered, device=x.device) // a.stride",
+        "own = torch.zeros(a.covered, dtype=torch.long)",
     ),
     ("tokens before 0 count", "exists = (positions >= 0)", "exists = (positions >= -99)"),
-    ("mean over the whole span", "exists / exists.sum(1, keepdim=True)", "exists / a.tokens"),
-    ("window one token late", "end[:, None] - a.tokens +", "end[:, None] - a.tokens + 1 +"),
+    ("mean over the whole span", "exists / exists.sum(1, keepdim=True)", "exists / a.covered"),
+    ("window one token late", "end[:, None] - a.covered +", "end[:, None] - a.covered + 1 +"),
     ("state not written", "if a.state is not None:\n", "if False:\n"),
     ("state one row short", "len(new) - a.kept, 0", "len(new) - a.kept + 1 + a.max_rewind, 0"),
     ("no room for a rewind", "len(new) - a.kept, 0", "len(new) - a.kept + a.max_rewind, 0"),
@@ -61,7 +61,7 @@ FAULTS = [
 def differs(compress: Any) -> bool:
     """Whether the entries of any line, brought in by steps with drafts, are not those computed one by one."""
     for line in lines():
-        stride = 8 if line.stride > 64 else line.stride
+        stride = line.stride if line.stride < 64 else 8
         s = Sequences(line, [5 * stride + 1, 3 * stride], format="fp32")
         s.norm = None if s.norm is None else s.norm * 2
         s.eps = max(s.eps, 0.1)

@@ -17,6 +17,7 @@ from sparse_attn.registry import Between, Impl, OneOf
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
+    from sparse_attn.ops.compress import Compress
     from sparse_attn.ops.convert import Convert
     from sparse_attn.ops.load import Load
     from sparse_attn.ops.select import Select
@@ -67,9 +68,25 @@ def _select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, c
         raise _refusal("select", a, (a.keys, a.page_table, "page_table"), *failure)
 
 
+def _compress(a: Compress, latent: Tensor | None) -> None:
+    row_code, gate_code = _CODES[a.rows.dtype], 0 if a.gates is None else _CODES[a.gates.dtype]
+    threads, isa = torch.get_num_threads(), _isa(env.CPU_ISA.get())
+    failure = _native().compress(a, latent, row_code, gate_code, threads, isa)
+    if failure is None:
+        return
+    error, in_state, first, _ = failure
+    if error == "no_position":
+        assert a.cos_sin is not None
+        raise refuse("compress", "cos_sin", f"a row for position {first}", f"{a.cos_sin.shape[0]} positions")
+    if error == "few_entries":
+        raise refuse("compress", "entries", f"at least {first}, which the step completes", a.entries)
+    state = (a.state, a.state_page_table, "state_page_table")
+    raise _refusal("compress", a, state if in_state else (a.plane, a.page_table, "page_table"), *failure)
+
+
 def _refusal(
     op: str,
-    a: Attend | Select,
+    a: Attend | Select | Compress,
     pages: tuple[Tensor | None, Tensor | None, str],
     error: str,
     in_window: bool,
@@ -81,7 +98,7 @@ def _refusal(
     if error == "first_start":
         return refuse(op, "cu_seqlens_q", "a first value of 0", first)
     if error == "last_start":
-        return refuse(op, "cu_seqlens_q", f"a last value of at most T = {a.q.shape[0]}", first)
+        return refuse(op, "cu_seqlens_q", f"a last value of at most T = {a[0].shape[0]}", first)
     if error == "descending":
         return refuse(op, "cu_seqlens_q", "ascending values", a.cu_seqlens_q.tolist())
     if error == "too_many_rows":
@@ -133,6 +150,15 @@ IMPLS = (
         run=_attend,
         # Standard normal inputs. bfloat16 products flush denormals, and round probabilities to bfloat16.
         tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
+        "compress",
+        "cpu_native",
+        limits={"device": _CPU},
+        run=_compress,
+        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
         priority=10,
         available=_unavailable,
     ),

@@ -324,6 +324,76 @@ int64_t row_dim(py::handle tensor, py::handle format_name) {
   return sizes[3] * item_bytes(format) * 8 / number_bits(codec.element);
 }
 
+CompressParams compress_params(py::handle call, py::handle latent, Format row_format,
+                               Format gate_format) {
+  CompressParams p;
+  int64_t sizes[3];
+  const auto token_rows = [](py::handle tensor, Format format) {
+    TokenRows rows;
+    const TensorView view(tensor);
+    if (!view.given()) return rows;
+    rows.data = view.data<const char>();
+    rows.format = format;
+    view.strides(2, element_bytes(format), rows.strides);
+    return rows;
+  };
+  const auto page_table = [](py::handle tensor) {
+    PageTable table;
+    int64_t axes[2];
+    const TensorView view(tensor);
+    table.pages = view.data<const int32_t>();
+    view.sizes(2, axes);
+    table.columns = axes[1];
+    view.strides(1, 1, &table.stride);
+    return table;
+  };
+  const py::object rows = FIELD("rows"), plane = FIELD("plane"), format = FIELD("format");
+  TensorView(rows).sizes(3, sizes);
+  p.tokens = sizes[0];
+  p.heads = sizes[1];
+  p.width = sizes[2];
+  p.rows = token_rows(rows, row_format);
+  p.gates = token_rows(FIELD("gates"), gate_format);
+
+  const py::object starts = FIELD("cu_seqlens_q");
+  TensorView(starts).sizes(1, sizes);
+  p.batch = sizes[0] - 1;
+  p.cu_seqlens_q = TensorView(starts).data<const int32_t>();
+  p.seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
+  p.max_seqlen_q = integer(FIELD("max_seqlen_q"));
+  p.max_seq_len = integer(FIELD("max_seq_len"));
+
+  p.plane = entry_plane(plane, FIELD("scale"), format, FIELD("page_size"), row_dim(plane, format));
+  p.page_table = page_table(FIELD("page_table"));
+  const py::object state = FIELD("state");
+  if (!state.is_none()) {
+    const int64_t columns = p.gates.data ? 2 * p.width : p.width;
+    p.state = entry_plane(state, py::none(), py::str("fp32"), py::int_(0), columns);
+    p.state_page_table = page_table(FIELD("state_page_table"));
+  }
+  p.stride = integer(FIELD("stride"));
+  p.span = integer(FIELD("covered"));
+  p.kept = integer(FIELD("kept"));
+
+  const py::object bias = FIELD("bias"), cos_sin = FIELD("cos_sin");
+  p.bias = TensorView(bias).data<const float>();
+  if (p.bias) TensorView(bias).strides(1, 1, &p.bias_stride);
+  p.norm = TensorView(FIELD("norm")).data<const float>();
+  p.eps = static_cast<float>(PyFloat_AsDouble(FIELD("eps").ptr()));
+  p.cos_sin = TensorView(cos_sin).data<const float>();
+  if (p.cos_sin) {
+    TensorView(cos_sin).sizes(2, sizes);
+    p.positions = sizes[0];
+    p.rotated = sizes[1];
+    TensorView(cos_sin).strides(1, 1, &p.cos_sin_stride);
+  }
+  p.rope_stride = integer(FIELD("rope_step"));
+  p.dtype = format_named(FIELD("dtype"));
+  p.latent = TensorView(latent).data<char>();
+  p.latents = integer(FIELD("entries"));
+  return p;
+}
+
 StoreParams store_params(py::handle call, Format row_format) {
   StoreParams p;
   int64_t sizes[3];

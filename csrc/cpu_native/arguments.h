@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include "attend.h"
+#include "compress.h"
 #include "select.h"
 #include "store.h"
 
@@ -18,6 +19,10 @@ AttendParams attend_params(pybind11::handle call, pybind11::handle out, pybind11
 SelectParams select_params(pybind11::handle call, pybind11::handle indices, pybind11::handle counts,
                            pybind11::handle values, pybind11::handle candidate_blocks,
                            Format q_format, Format weight_format);
+
+// `gate_format` counts if gates are given.
+CompressParams compress_params(pybind11::handle call, pybind11::handle latent, Format row_format,
+                               Format gate_format);
 
 StoreParams store_params(pybind11::handle call, Format row_format);
 

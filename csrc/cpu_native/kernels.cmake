@@ -1,6 +1,7 @@
 # Adds the library sparse_attn_cpu: the kernels, which know neither Python nor torch.
-set(kernels attend.cpp best.cpp entry.cpp isa.cpp memory.cpp parallel.cpp select.cpp store.cpp)
-list(APPEND kernels attend_portable.cpp select_portable.cpp)
+set(kernels attend.cpp best.cpp compress.cpp entry.cpp isa.cpp memory.cpp parallel.cpp select.cpp
+  store.cpp)
+list(APPEND kernels attend_portable.cpp compress_portable.cpp select_portable.cpp)
 set(instruction_sets portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
@@ -10,7 +11,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx512_bf16 ${avx512} -mavx512bf16)
   foreach(isa avx2 avx512 avx512_bf16)
     list(APPEND instruction_sets ${isa})
-    foreach(op attend select)
+    foreach(op attend compress select)
       list(APPEND kernels ${op}_${isa}.cpp)
       set_source_files_properties("${CMAKE_CURRENT_LIST_DIR}/${op}_${isa}.cpp"
         PROPERTIES COMPILE_OPTIONS "${${isa}}")

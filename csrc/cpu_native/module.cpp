@@ -53,6 +53,25 @@ PYBIND11_MODULE(_cpu_native, m) {
       "Runs select. Returns as attend does.");
 
   m.def(
+      "compress",
+      [](py::handle call, py::handle latent, int row_format, int gate_format, int threads,
+         int isa) -> py::object {
+        CompressParams p = compress_params(call, latent, static_cast<Format>(row_format),
+                                           static_cast<Format>(gate_format));
+        p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
+        CallStatus status;
+        {
+          py::gil_scoped_release release;
+          status = compress(p);
+        }
+        if (status.error == CallError::kNone) return py::none();
+        return py::make_tuple(kCallErrorNames[static_cast<int>(status.error)], status.in_window,
+                              status.values[0], status.values[1]);
+      },
+      "Runs compress. Returns as attend does, with the state for the window plane.");
+
+  m.def(
       "store",
       [](py::handle call, int row_format, int threads) {
         StoreParams p = store_params(call, static_cast<Format>(row_format));

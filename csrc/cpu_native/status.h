@@ -14,16 +14,18 @@ enum class CallError : int32_t {
   kTooLong,       // a sequence has values[0] tokens, more than max_seq_len
   kEntryUnpaged,  // entry values[0] of sequence values[1] lies past the page table
   kPageOutside,   // sequence values[0] uses page values[1], which the plane lacks
+  kNoPosition,    // position values[0] has no row of cosines
+  kFewEntries,    // the step completes values[0] entries
 };
 
 constexpr const char* kCallErrorNames[] = {
-    "none",          "first_start", "last_start",    "descending",
-    "too_many_rows", "too_long",    "entry_unpaged", "page_outside",
+    "none",     "first_start",   "last_start",   "descending",  "too_many_rows",
+    "too_long", "entry_unpaged", "page_outside", "no_position", "few_entries",
 };
 
 struct CallStatus {
   CallError error = CallError::kNone;
-  bool in_window = false;  // the plane that the page errors are about
+  bool in_window = false;  // page errors are about the second plane: window or state
   int64_t values[2] = {0, 0};
 };
 

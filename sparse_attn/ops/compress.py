@@ -63,9 +63,14 @@ class Compress(NamedTuple):
     backend: str = "auto"
 
     @property
-    def tokens(self) -> int:
-        """Tokens that an entry covers."""
+    def covered(self) -> int:
+        """Tokens that an entry is made of."""
         return self.span or self.stride
+
+    @property
+    def rope_step(self) -> int:
+        """Positions from one entry to the next."""
+        return self.rope_stride or self.stride
 
     @property
     def dim(self) -> int:
@@ -75,7 +80,7 @@ class Compress(NamedTuple):
     @property
     def kept(self) -> int:
         """The last tokens of a sequence whose rows ``state`` holds after a step."""
-        return self.tokens - 1 + self.max_rewind if self.state is not None else 0
+        return self.covered - 1 + self.max_rewind if self.state is not None else 0
 
     @property
     def paging(self) -> tuple[int, int, int]:
@@ -96,7 +101,7 @@ def check(a: Compress) -> None:
         a.span >= 0 and a.span % a.stride == 0, "compress", "span", f"0 or a multiple of stride = {a.stride}", a.span
     )
     _check_plane(a, batch, heads)
-    parts = a.tokens // a.stride
+    parts = a.covered // a.stride
     apart = f" or {parts} * {a.dim}" if parts > 1 else ""
     expected = f"rows of the plane's {a.dim} elements{apart}"
     expect(width in (a.dim, parts * a.dim), "compress", "rows", expected, f"W = {width}")
@@ -127,7 +132,7 @@ def _check_plane(a: Compress, batch: int, heads: int) -> None:
 
 def _check_state(a: Compress, batch: int, heads: int, width: int) -> None:
     expect(a.max_rewind >= 0, "compress", "max_rewind", "0 or more tokens", a.max_rewind)
-    if a.tokens == 1:
+    if a.covered == 1:
         for name, t in {"state": a.state, "state_page_table": a.state_page_table}.items():
             expect(t is None, "compress", name, "None where an entry covers 1 token", "a tensor")
         return
@@ -135,7 +140,7 @@ def _check_state(a: Compress, batch: int, heads: int, width: int) -> None:
     if a.state is None or a.state_page_table is None:
         name, axes = ("state", f"H, {columns}") if a.state is None else ("state_page_table", "")
         kind = f"float32 [pages, page_size, {axes}]" if axes else "int32 [B, max_pages]"
-        raise refuse("compress", name, f"{kind} where an entry covers {a.tokens} tokens", "None")
+        raise refuse("compress", name, f"{kind} where an entry covers {a.covered} tokens", "None")
     device, axes = a.rows.device, "pages, page_size, heads, columns"
     expect_tensor("compress", "state", a.state, axes, (None, None, heads, columns), ("float32",), device)
     expect(a.state.shape[1] >= 1, "compress", "state", "pages of at least 1 row (axis 1)", a.state.shape[1])
@@ -170,7 +175,7 @@ def facts(a: Compress) -> Call:
             ("dim", a.dim),
             ("page_size", a.paging[1]),
             ("stride", a.stride),
-            ("span", a.tokens),
+            ("span", a.covered),
             ("norm", a.norm is not None),
             ("rope", 0 if a.cos_sin is None else a.cos_sin.shape[1]),
         ),

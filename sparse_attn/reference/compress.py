@@ -61,7 +61,7 @@ def state_places(a: Compress, b: int, positions: Tensor) -> tuple[Tensor, Tensor
 def pool(a: Compress, b: int, entries: Tensor, first_new: int, tokens: Tensor) -> Tensor:
     """Each entry from its tokens, channel by channel: float64 ``[E, H, D]``."""
     end = (entries + 1) * a.stride
-    positions = end[:, None] - a.tokens + torch.arange(a.tokens, device=entries.device)
+    positions = end[:, None] - a.covered + torch.arange(a.covered, device=entries.device)
     earliest = max(int(positions[0, 0]), 0)
     if earliest < first_new:
         before = torch.arange(earliest, first_new, device=entries.device)
@@ -87,8 +87,8 @@ def own_channels(a: Compress, x: Tensor) -> Tensor:
     if x.shape[-1] == a.dim:
         return x
     sets = x.unflatten(-1, (-1, a.dim))  # [E, span, H, sets, D]
-    own = torch.arange(a.tokens, device=x.device) // a.stride
-    return sets[:, torch.arange(a.tokens, device=x.device), :, own].transpose(0, 1)
+    own = torch.arange(a.covered, device=x.device) // a.stride
+    return sets[:, torch.arange(a.covered, device=x.device), :, own].transpose(0, 1)
 
 
 def norm(a: Compress, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def rotate(a: Compress, entries: Tensor, x: Tensor) -> Tensor:
     """Rotate adjacent pairs of the last R elements."""
     if a.cos_sin is None:
         return x
-    positions = entries * (a.rope_stride or a.stride)
+    positions = entries * a.rope_step
     rows = a.cos_sin.shape[0]
     last = int(positions[-1])
     expect(last < rows, "compress", "cos_sin", f"a row for position {last}", f"{rows} positions")

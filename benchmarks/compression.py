@@ -1,0 +1,129 @@
+"""Cases of `compress`: compressors of released models, with the same in eager torch as a peer.
+
+The peer pools whole groups by one softmax and one sum, norms, rotates, quantises with torch's own casts, and scatters
+into the plane. It keeps no state: steps end at whole groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from attend import VARIANTS, Case
+from torch import Tensor
+
+from sparse_attn import layout, resolve
+from sparse_attn.ops.compress import Compress
+
+PAGE = 64
+
+
+@dataclass
+class Shape:
+    name: str
+    stride: int
+    span: int
+    dim: int
+    format: str
+    gated: bool = True
+
+
+SHAPES = (
+    Shape("V4.1 ratio 2", 2, 2, 512, "fp4_v41"),
+    Shape("V4.1 ratio 1", 1, 1, 512, "fp4_v41", gated=False),
+    Shape("V4 ratio 4", 4, 8, 512, "fp8_v4"),
+    Shape("V4 ratio 128", 128, 128, 512, "fp8_v4"),
+    Shape("V4.1 ratio 2, bf16", 2, 2, 512, "bf16"),
+    Shape("V4 ratio 4, bf16", 4, 8, 512, "bf16"),
+)
+STEPS = {"prefill 4K": (1, 4096), "decode, batch 64": (64, 1)}
+
+
+def cases() -> Iterator[Callable[[], Case]]:
+    """Makers of every case; each holds its memory only while it is measured."""
+    for shape in SHAPES:
+        for step in STEPS:
+            yield partial(make, shape, step)
+
+
+def name_of(shape: Shape, step: str) -> str:
+    return f"{shape.name}, {step}"
+
+
+def make(shape: Shape, step: str) -> Case:
+    torch.manual_seed(0)
+    batch, new = STEPS[step]
+    length = max(new, shape.stride)  # decode: the token that completes the first entry
+    parts = shape.span // shape.stride
+    width = shape.dim * parts
+    format = layout.FORMATS[shape.format]
+    pages = layout.pages_for(length, PAGE)
+    table = torch.randperm(batch * pages).int().view(batch, pages)
+    per_token = 2 if shape.gated else 1
+    plane = torch.zeros(format.shape(batch * pages, PAGE, 1, shape.dim), dtype=getattr(torch, format.dtype))
+    angles = torch.rand(length + 1, 32)
+
+    def variant() -> Compress:
+        rows = torch.randn(batch * new, 1, width).bfloat16()
+        state = torch.randn(batch * pages, PAGE, 1, width * per_token) if shape.span > 1 else None
+        return Compress(
+            rows,
+            torch.randn_like(rows) if shape.gated else None,
+            torch.arange(0, batch * new + 1, new, dtype=torch.int32),
+            torch.full((batch,), length, dtype=torch.int32),
+            plane,
+            table,
+            shape.stride,
+            new,
+            length,
+            span=shape.span if shape.span > shape.stride else 0,
+            state=state,
+            state_page_table=None if state is None else table,
+            norm=torch.rand(shape.dim),
+            cos_sin=torch.cat([angles.cos(), angles.sin()], -1),
+            dtype="bf16",
+            format=shape.format,
+        )
+
+    variants = [variant() for _ in range(VARIANTS)]
+    impl = resolve("compress", **dict(variants[0]._asdict()))
+    functions = {"sparse_attn": lambda i: run(impl, variants[i])}
+    if shape.format == "bf16" and new >= shape.span:
+        functions["torch"] = lambda i: peer(shape, variants[i])
+    moved = batch * new * width * per_token * 2 + batch * (new // shape.stride or 1) * format.entry_bytes(shape.dim)
+    flops = 4.0 * batch * max(new, shape.span) * width
+    return Case(name_of(shape, step), functions, flops=flops, bytes=float(moved))
+
+
+def run(impl, a: Compress) -> Tensor:
+    impl.run(a, None)
+    return a.plane
+
+
+def peer(shape: Shape, a: Compress) -> Tensor:
+    groups = a.rows.unflatten(0, (-1, shape.stride)).float()  # [E, stride, 1, W]
+    gates = torch.zeros_like(groups) if a.gates is None else a.gates.unflatten(0, (-1, shape.stride)).float()
+    if shape.span > shape.stride:
+        dim = shape.dim
+        before = torch.cat([torch.zeros_like(groups[:1]), groups[:-1]])[..., :dim]
+        gates_before = torch.cat([torch.full_like(gates[:1], -torch.inf), gates[:-1]])[..., :dim]
+        groups, gates = torch.cat([before, groups[..., dim:]], 1), torch.cat([gates_before, gates[..., dim:]], 1)
+    rows = (gates.softmax(1) * groups).sum(1).bfloat16().float()
+    rows = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + a.eps) * a.norm).bfloat16().float()
+    assert a.cos_sin is not None
+    cos, sin = a.cos_sin[torch.arange(len(rows)) * shape.stride][:, None].chunk(2, -1)
+    even, odd = rows[..., -64::2], rows[..., -63::2]
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    rows = torch.cat([rows[..., :-64], turned], -1).bfloat16()
+    entries = torch.arange(len(rows))
+    a.plane[a.page_table[0, entries // PAGE].long(), entries % PAGE] = rows
+    return a.plane
+
+
+def check(case: Case) -> None:
+    """Raise if the peer writes something else, but for rounding."""
+    planes = [function(0).clone() for function in case.functions.values()]
+    for plane in planes[1:]:
+        torch.testing.assert_close(plane.float(), planes[0].float(), atol=2e-2, rtol=2e-2)

@@ -1,0 +1,3 @@
+#define SPARSE_ATTN_ISA portable
+#define SPARSE_ATTN_KERNELS kPortableCompress
+#include "compress_kernel.h"
