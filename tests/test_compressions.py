@@ -39,15 +39,24 @@ def test_line(line: Line, compress_impl) -> None:
     s = sequences(line, compress_impl, format="fp32")
     most = sum(s.lengths) // s.stride + len(s.lengths)
     latent = s.run(compress_impl, s.lengths, s.lengths, entries=most, padding=2)
-    atol, rtol = compress_impl.tolerance[str(s.dtype).removeprefix("torch.")]
-    packed = iter(latent.double())
+    atol, rtol = compress_impl.tolerance["float32"]
+    packed = iter(latent)
     for b, entries in enumerate(s.entries()):
         assert len(entries) == s.lengths[b] // s.stride
         for j, entry in enumerate(entries):
             expected_latent, expected = s.expected(b, j)
-            torch.testing.assert_close(next(packed), expected_latent, atol=atol, rtol=rtol)
-            torch.testing.assert_close(entry.double(), expected, atol=2 * atol, rtol=2 * rtol)
+            assert s.close(next(packed), expected_latent, atol, rtol)
+            assert s.close(entry, expected, 2 * atol, 2 * rtol)
     assert latent.dtype == s.dtype and all((row == 0).all() for row in packed)
+
+
+def test_eps(compress_impl) -> None:
+    line = next(x for x in lines() if "eps" in x.arguments)
+    s = sequences(line, compress_impl, format="fp32")
+    s.eps, s.dtype = 0.5, torch.float32
+    s.values = [v.float() for v in s.values]
+    s.run(compress_impl, s.lengths, s.lengths)
+    assert s.close(s.entries()[0][0], s.expected(0, 0)[1], 8e-6, 8e-6)
 
 
 @LINES

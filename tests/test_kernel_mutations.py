@@ -24,8 +24,10 @@ if __name__ == "__main__":  # the module under test takes the place of the built
     loader.exec_module(sys.modules[loader.name])
 
 import cases
+import compressions
 import pytest
 import test_attend
+import test_compressions
 import test_formats
 import test_mutations
 import test_same_bytes
@@ -38,16 +40,26 @@ from sparse_attn.ops.attend import Attend
 
 CSRC = Path(__file__).parent.parent / "csrc"
 SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.cpp", "best.cpp", "store.cpp")
-SOURCES += ("entry.cpp", "parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
+SOURCES += (
+    "compress.cpp",
+    "compress_portable.cpp",
+    "entry.cpp",
+    "parallel.cpp",
+    "memory.cpp",
+    "isa.cpp",
+    "arguments.cpp",
+)
 OTHER_ISAS = "".join(
     f"extern const Kernels k{isa}Kernels = {{}}; extern const SelectKernels k{isa}SelectKernels = {{}};"
+    f"extern const CompressEntry k{isa}Compress = nullptr;"
     for isa in ("Avx2", "Avx512", "Avx512Bf16")
 )
-INCLUDED_BY = {"../common/encode.h": ["entry.cpp"]}
+INCLUDED_BY = {"../common/encode.h": ["entry.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
 INCLUDED_BY |= dict.fromkeys(("select_kernel.h", "select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
 
 # probe: what notices the fault
 LINES, NAN, POOL, HOSTILE, LONG, STORE, SELECT = "lines", "nan", "pool", "hostile", "long", "store", "select"
+COMPRESS = "compress"
 
 # (fault, file, text, what stands there instead, probe)
 FAULTS = [
@@ -126,6 +138,34 @@ FAULTS = [
      SELECT),
     ("tail not kept", "select.cpp", "std::max(p.keep_last, tail)", "p.keep_last", SELECT),
     ("rows that fit are scored", "select.cpp", "!scores_all(p) && others <= row.wanted", "false", SELECT),
+    ("rope at the last token", "compress_kernel.h", "tokens.entry * p.rope_stride",
+     "tokens.entry * p.rope_stride + p.stride - 1", COMPRESS),
+    ("rope turned back", "compress_kernel.h", "even * angles[i] - odd", "even * angles[i] + odd", COMPRESS),
+    ("latent is rotated", "compress_kernel.h", "p.rotated, row + dim", "p.rotated, latent + dim", COMPRESS),
+    ("eps dropped", "compress_kernel.h", "static_cast<float>(dim) + eps", "static_cast<float>(dim)",
+     COMPRESS),
+    ("weight of the norm dropped", "compress_kernel.h", "x[i] * factor * weight[i]", "x[i] * factor", COMPRESS),
+    ("bias dropped", "compress_kernel.h", "gate[c] += bias[c]", "gate[c] += 0", COMPRESS),
+    ("bias of another token", "compress_kernel.h", "place % p.stride", "(place + 1) % p.stride", COMPRESS),
+    ("channels swapped", "compress_kernel.h", "place / p.stride * dim", "(p.span - 1 - place) / p.stride * dim",
+     COMPRESS),
+    ("mean over the whole span", "compress_kernel.h", "broadcast(static_cast<float>(tokens))",
+     "broadcast(static_cast<float>(32))", COMPRESS),
+    ("pooled not rounded", "compress_kernel.h", "round_row(p.dtype, latent, padded);\n  if (p.norm)", "if (p.norm)",
+     COMPRESS),
+    ("an entry late", "compress.cpp", "step.done = step.after / p.stride;", "step.done = (step.after - 1) / p.stride;",
+     COMPRESS),
+    ("tokens before 0 count", "compress.cpp", "(entry + 1) * p.stride - p.span, 0)",
+     "(entry + 1) * p.stride - p.span, 1)", COMPRESS),
+    ("state one row short", "compress.cpp", "q = std::max(step.before, step.after - p.kept)",
+     "q = std::max(step.before, step.after - p.kept + 4)", COMPRESS),
+    ("state of the first sequence", "compress.cpp", "slot_of(p.state, p.state_page_table, b, q)",
+     "slot_of(p.state, p.state_page_table, 0, q)", COMPRESS),
+    ("gates of the state dropped", "compress.cpp", "place.row + p.width * 4", "place.row", COMPRESS),
+    ("latents of the first sequence", "compress.cpp", "(step.latent + entry - step.first)", "(entry - step.first)",
+     COMPRESS),
+    ("rows before the first token", "compress.cpp", "step.row = end - (step.after - step.before);",
+     "step.row = p.cu_seqlens_q[b];", COMPRESS),
     ("padding of lists left as it was", "select.cpp", "fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);", "", SELECT),
 ]  # fmt: skip
 
@@ -149,7 +189,8 @@ class Build:
         self.flags += [f"-I{path}" for path in includes]
         (folder / "clean").mkdir()
         (folder / "others.cpp").write_text(
-            f'#include "{CSRC}/cpu_native/select_schedule.h"\nnamespace sparse_attn {{{OTHER_ISAS}}}'
+            f'#include "{CSRC}/cpu_native/select_schedule.h"\n#include "{CSRC}/cpu_native/compress_entry.h"\n'
+            f"namespace sparse_attn {{{OTHER_ISAS}}}"
         )
         self.objects = {name: self.compile(CSRC / "cpu_native" / name, folder / "clean") for name in SOURCES}
         self.objects["module.cpp"] = self.compile(CSRC / "cpu_native" / "module.cpp", folder / "clean")
@@ -236,6 +277,16 @@ def probe_select() -> None:
     test_select.check(impl, test_select.Batch(probabilities, 4, 2, True, [1200], [2], faulty=[(0, 3)]))
 
 
+def probe_compress() -> None:
+    impl = next(impl for impl in registry.implementations("compress") if impl.backend == "cpu_native")
+    for line in compressions.lines():
+        test_compressions.test_line(line, impl)
+        test_compressions.test_any_cut_into_steps_gives_the_same_bits(line, 0, impl)
+        test_compressions.test_preempted_and_forked(line, impl)
+    test_compressions.test_rows_that_count_for_nothing(impl)
+    test_compressions.test_eps(impl)
+
+
 PROBES: dict[str, Callable[[], None]] = {
     LINES: probe_lines,
     NAN: lambda: test_attend.test_neighbours_of_one_tile_do_not_leak(native),
@@ -244,6 +295,7 @@ PROBES: dict[str, Callable[[], None]] = {
     LONG: probe_long,
     STORE: probe_store,
     SELECT: probe_select,
+    COMPRESS: probe_compress,
 }
 
 
