@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from typing import Any
 
 from .layout import FORMATS
 
 BF16 = {"main": "bf16", "window": "bf16", "index": "bf16"}
 """A choice of formats: nothing quantised."""
+
+OWNERS = ("kv_owner", "index_owner", "selection_owner", "candidate_owner")
+"""Fields of a layer that are numbers of layers."""
 
 SELECT_ARGUMENTS = (
     *("k", "out_heads", "keep_first", "keep_last"),
@@ -159,6 +163,49 @@ class Model:
         """Numbers of the layers that read the plane of this kind that layer ``owner`` owns."""
         return tuple(layer.number for layer in self.layers if layer.reads.get(kind) == owner)
 
+    def select_arguments(self, number: int) -> dict[str, Any]:
+        """What layer ``number``, which has an index owner, passes to ``select`` besides tensors, scale and lengths."""
+        layer, index = self.layers[number], self.plane("index", number)
+        selection = layer.selection
+        assert selection is not None
+        found = {f.name: getattr(selection, f.name) for f in fields(selection) if f.name in SELECT_ARGUMENTS}
+        found |= dict(format=index.format, ratio=index.ratio)
+        found["block"] = selection.block * self.plane("main", number).ratio // index.ratio
+        if layer.candidate_owner is not None:
+            found["candidate_block"] = selection.candidate_block
+        if layer.candidate_owner == number:
+            found["candidate_k"] = selection.candidate_k
+        return found
+
+    def attend_arguments(self, number: int) -> dict[str, Any]:
+        """What layer ``number`` passes to ``attend`` besides tensors, scale and lengths."""
+        layer = self.layers[number]
+        found: dict[str, Any] = dict(v_dim=layer.v_dim)
+        if "window" in layer.reads:
+            found |= dict(win_format=self.plane("window", number).format, window=layer.window)
+        if "main" in layer.reads:
+            main = self.plane("main", number)
+            found |= dict(format=main.format, ratio=main.ratio)
+        if layer.selection is not None:
+            found["select_block"] = layer.selection.block
+        return found
+
+    def excerpt(self, numbers: Sequence[int]) -> Model:
+        """The layers ``numbers`` (ascending) alone, numbered anew. The layers that own what they read must be there."""
+        places = {number: place for place, number in enumerate(numbers)}
+
+        def moved(number: int) -> Layer:
+            layer = self.layers[number]
+            there: dict[str, Any] = {"number": places[number]}
+            for name in OWNERS:
+                owner = getattr(layer, name)
+                if owner is not None and owner not in places:
+                    raise ValueError(f"{self.name}: layer {number}: expected its {name}, layer {owner}, in the excerpt")
+                there[name] = None if owner is None else places[owner]
+            return replace(layer, **there)
+
+        return Model(self.name, tuple(map(moved, numbers)))
+
     def bytes_per_token(self, formats: Mapping[str, str] | None = None) -> dict[str, float]:
         """Bytes that a token adds to a sequence, by kind of plane; a compressed entry in parts of 1 / ratio.
 
@@ -224,41 +271,53 @@ def _deepseek_v4(name: str, ratios: Sequence[int], q_heads: int, k: int) -> Mode
             return dense
         index_state = Plane("state", (wide * 128, wide * 128), "fp32", entries=rows)
         full = replace(dense, planes=(*dense.planes, index_state))
-        return _selecting(full, Plane("index", (128,), "fp4_index", ratio=ratio), Selection(k, 64, 128))
+        return _selecting(full, Plane("index", (128,), "fp4_index", ratio=ratio), Selection(k, 64, 128, weighted=True))
 
     return Model(name, tuple(layer(number, ratio) for number, ratio in enumerate(ratios)))
 
 
-def _deepseek_v41_flash() -> Model:
-    """V4.1-Flash: four layers own the KV and index keys of all, eight select, one finds candidates."""
-    kv_sources, index_sources, candidate_source = (2, 8, 14, 20), (2, 8, 14, 20, 24, 28, 32, 36), 20
-    plain = Selection(512, 32, 128)
-    two_level = replace(plain, candidate_k=2048, candidate_block=8)
+def deepseek_v41(
+    name: str,
+    ratios: Sequence[int],
+    kv_sources: Sequence[int],
+    index_sources: Sequence[int],
+    candidate_source: int | None,
+    q_heads: int = 64,
+    window: int = 128,
+    selection: Selection = Selection(
+        512, 32, 128, candidate_k=2048, candidate_block=8, weighted=True, score_dtype="bf16"
+    ),
+) -> Model:
+    """V4.1: a few layers own the KV and the index keys that all read, more of them select, one finds candidates.
+
+    The arguments are those of the model's configuration: ``ratios`` of each layer (0: a window and no more),
+    ``kv_sources``, ``index_sources`` (all KV sources among them), and ``candidate_source``, a KV source (None: no
+    candidates), whose blocks of index entries restrict every later index source that scores them.
+    """
 
     def layer(number: int, ratio: int) -> Layer:
-        planes = [Plane("window", (512,), "fp8_v41", entries=128)]
-        windowed = Layer(number, 64, 1, 512, 512, tuple(planes), window=128, sinks=True)
+        planes = [Plane("window", (512,), "fp8_v41", entries=window)]
+        windowed = Layer(number, q_heads, 1, 512, 512, tuple(planes), window=window, sinks=True)
         if not ratio:
             return windowed
         if number in kv_sources:
             planes.append(Plane("main", (512,), "fp4_v41", ratio=ratio))
-            planes.append(Plane("index", (128,), "fp4_index", ratio=ratio))
+            planes.append(Plane("index", (selection.dim,), "fp4_index", ratio=ratio))
             if ratio > 1:  # value and gate logits of the tokens of an incomplete group
                 planes.append(Plane("state", (512, 512), "fp32", entries=ratio - 1))
         kv_owner, selection_owner = _last(kv_sources, number), _last(index_sources, number)
-        two_levels = selection_owner >= candidate_source
+        two_levels = candidate_source is not None and kv_owner == candidate_source
         return replace(
             windowed,
             planes=tuple(planes),
-            selection=two_level if two_levels else plain,
+            selection=selection if two_levels else replace(selection, candidate_k=0, candidate_block=0),
             kv_owner=kv_owner,
             index_owner=kv_owner if number in index_sources else None,
             selection_owner=selection_owner,
             candidate_owner=candidate_source if two_levels and number in index_sources else None,
         )
 
-    ratios = [0] * 2 + [2] * 18 + [1] * 20
-    return Model("deepseek-v4.1-flash", tuple(layer(number, ratio) for number, ratio in enumerate(ratios)))
+    return Model(name, tuple(layer(number, ratio) for number, ratio in enumerate(ratios)))
 
 
 def gqa(name: str, layers: int, q_heads: int, kv_heads: int, dim: int, format: str = "bf16") -> Model:
@@ -412,7 +471,13 @@ PRESETS: dict[str, Model] = {
         _mla("deepseek-v3.2", 61, 128, 64, full=range(61)),
         _deepseek_v4("deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4], 64, k=512),
         _deepseek_v4("deepseek-v4-pro", [128, 128, *[4, 128] * 29, 4], 128, k=1024),
-        _deepseek_v41_flash(),
+        deepseek_v41(
+            "deepseek-v4.1-flash",
+            [0] * 2 + [2] * 18 + [1] * 20,
+            kv_sources=(2, 8, 14, 20),
+            index_sources=(2, 8, 14, 20, 24, 28, 32, 36),
+            candidate_source=20,
+        ),
         _mla("glm-5", 78, 64, 32, full=range(78)),
         _mla("glm-5.2", 78, 64, 32, full=(0, 1, *range(2, 78, 4))),
         _minimax_m3(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from selections import lines
 
+import sparse_attn
 from sparse_attn import layout
 from sparse_attn.models import BF16, METHODS, PRESETS, Layer, Model, Plane, dense, gqa, shard, sparse
 
@@ -280,6 +283,61 @@ def test_methods(method: str, layers: int, index: float, selection: tuple[int, .
     assert last.window == window
     assert model.layers[: 32 - layers] == LLAMA.layers[: 32 - layers]
     assert sparse(LLAMA, METHODS[method], 1).bytes_per_token() == model.bytes_per_token()
+
+
+CALLS = {
+    # layers of models, and the line of docs/selections.md that they are
+    "DeepSeek V3.2": (V32, 0),
+    "DeepSeek V4-Flash, ratio 4": (V4, 2),
+    "DeepSeek V4-Pro, ratio 4": (PRO, 2),
+    "DeepSeek V4.1 Full, ratio 2": (V41, 2),
+    "DeepSeek V4.1 Full, ratio 1, makes candidates": (V41, 20),
+    "DeepSeek V4.1 Reindex, ratio 1": (V41, 24),
+    "GLM-5, GLM-5.1, GLM-5.2, int8 keys": (GLM52, 0),
+    "MiniMax-M3": (M3, 3),
+    "NSA, selected branch": (sparse(LLAMA, METHODS["nsa"], 16), 0),
+    "MoBA, on stored mean keys": (sparse(LLAMA, METHODS["moba"], 3), 0),
+    "Quest": (sparse(LLAMA, METHODS["quest"], 64), 2),
+    "Llama, Qwen: attention probabilities": (sparse(LLAMA, METHODS["tokens"], 2048), 0),
+}
+
+
+@pytest.mark.parametrize("selector", CALLS)
+def test_the_plan_tells_the_call(selector: str) -> None:
+    model, number = CALLS[selector]
+    layer, found = model.layers[number], model.select_arguments(number)
+    line = next(line for line in lines() if line.selector == selector)
+    defaults = {name: p.default for name, p in inspect.signature(sparse_attn.select).parameters.items()}
+    apart = ("format", "out_heads", "candidates", "key_scale")  # examples on the page, and tensors
+    plan = {name: value for name, value in found.items() if value != defaults[name] and name not in apart}
+    assert plan == {name: value for name, value in line.options(small=False).items() if name not in apart}
+    assert found["format"] == model.plane("index", number).format
+    assert found["out_heads"] == {"all": 1, "KV head": layer.kv_heads, "query head": layer.q_heads}[line.lists]
+    assert layer.selection and layer.selection.weighted == line.weighted
+    assert (layer.candidate_owner not in (None, number)) == ("candidates" in line.options())
+    attend, shown = model.attend_arguments(number), line.attend_options(small=False)
+    assert (attend["ratio"], attend["select_block"]) == (shown.get("ratio", 1), shown.get("select_block", 1))
+
+
+def test_arguments_of_attend() -> None:
+    common = dict(v_dim=512, win_format="fp8_v41", window=128)
+    assert V41.attend_arguments(0) == common
+    assert V41.attend_arguments(3) == common | dict(format="fp4_v41", ratio=2, select_block=1)
+    assert V4.attend_arguments(3) == dict(
+        v_dim=512, win_format="fp8_v4", window=128, format="fp8_v4", ratio=128
+    )  # attends to every entry
+
+
+def test_excerpt() -> None:
+    some = V41.excerpt((0, 14, 16, 20, 28, 30))
+    assert [layer.kind for layer in some.layers] == ["window", "full", "reuse", "full", "reindex", "reuse"]
+    assert [layer.number for layer in some.layers] == [*range(6)]
+    assert [layer.kv_owner for layer in some.layers] == [None, 1, 1, 3, 3, 3]
+    assert [layer.selection_owner for layer in some.layers] == [None, 1, 1, 3, 4, 4]
+    assert [layer.candidate_owner for layer in some.layers] == [None, None, None, 3, 3, None]
+    assert [layer.planes for layer in some.layers] == [V41.layers[n].planes for n in (0, 14, 16, 20, 28, 30)]
+    with pytest.raises(ValueError, match="layer 25: expected its selection_owner, layer 24, in the excerpt"):
+        V41.excerpt((20, 25))
 
 
 def test_int8_keys_and_int4_index() -> None:

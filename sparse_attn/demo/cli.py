@@ -11,6 +11,8 @@ from time import perf_counter
 
 from .model import CannotRun, require_packages
 
+PROG = "python -m sparse_attn demo"
+MODELS = ("smollm2-135m-instruct", "deepseek-v4.1-flash")
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
 QUICK = dict(context=2048, tail=128, new=16, repeats=3)
@@ -19,8 +21,15 @@ FULL = dict(context=8192, tail=512, new=64, repeats=9)
 
 def main(argv: Sequence[str]) -> int:
     """Run the demo. Returns 0, 1 if a check failed, 2 if it cannot run, 130 if it was interrupted."""
-    options = parse(argv)
+    chooser = argparse.ArgumentParser(PROG, add_help=False, allow_abbrev=False)
+    _add_model(chooser)
+    chosen, rest = chooser.parse_known_args(argv)
+    options = parse(rest) if chosen.model == MODELS[0] else None
     try:
+        if options is None:
+            from . import deepseek_v41_run
+
+            return deepseek_v41_run.main(rest, f"{PROG} --model {chosen.model}")
         require_packages()
         return run(options)
     except KeyboardInterrupt:
@@ -31,12 +40,18 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    text = f"what to run ({MODELS[0]}); with --help for its own options"
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help=text)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m sparse_attn demo",
+        prog=PROG,
         description="SmolLM2-135M-Instruct reads a long text and decodes through sparse_attn.attend, dense and sparse. "
         "Results go to stdout, progress to stderr, and a report with plots to a file. Uses no network.",
     )
+    _add_model(parser)
     add = parser.add_argument
     add("--quick", action="store_true", help="a small run: {context} tokens, under a minute".format(**QUICK))
     add("--context", type=int, metavar="N", help="tokens of prompt and held-out text (8192, the model's limit)")
