@@ -161,7 +161,7 @@ lengths = st.tuples(st.integers(0, 150), st.integers(1, 40) | st.just(1)).map(la
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(spans=st.lists(lengths, min_size=1, max_size=4), seed=st.integers(0, 9))
 def test_pairs_are_those_of_a_count_entry_by_entry(name: str, spans: list[tuple[int, int]], seed: int) -> None:
     model = small(MODELS[name])
@@ -185,8 +185,8 @@ def test_sums_of_long_sequences(name: str) -> None:
     counter = Counter(MODELS[name])
     for start in (0, 16_300, 40_000):
         for rule, values in counter._tables.items():
-            ns = range(start + 1, start + 300)
-            assert values.between([(start, start + 299)]) == values.at([*ns]) == sum(map(rule, ns)), rule
+            ns = range(start + 1, start + 100)
+            assert values.between([(start, start + 99)]) == values.at([*ns]) == sum(map(rule, ns)), rule
 
 
 # --- Published figures -------------------------------------------------------------------------------------------

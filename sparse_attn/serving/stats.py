@@ -397,6 +397,22 @@ class Counts:
         return _ratio(self.attended_pairs, self.pairs.get("dense", 0))
 
     @property
+    def bytes_read(self) -> int:
+        """``read`` of all planes."""
+        return sum(size for kind, size in self.read.items() if kind != "dense")
+
+    @property
+    def read_ratio(self) -> float:
+        """Bytes read over those that full attention reads on bf16 rows."""
+        return _ratio(self.bytes_read, self.read.get("dense", 0))
+
+    @property
+    def flops_ratio(self) -> float:
+        """FLOPs of selection, attention and compression over those of full attention."""
+        dense = self.flops.get("dense", 0)
+        return _ratio(sum(self.flops.values()) - dense, dense)
+
+    @property
     def selection_flops_ratio(self) -> float:
         """The selector's share of the FLOPs of selection and attention."""
         select = self.flops.get("select", 0)
@@ -405,8 +421,12 @@ class Counts:
     def to_dict(self) -> dict[str, Any]:
         """Counts and ratios, of plain types."""
         counts = {f.name: getattr(self, f.name) for f in fields(self)}
-        ratios = ("attended_pairs", "effective_kv_ratio", "selection_flops_ratio")
-        return counts | {name: getattr(self, name) for name in ratios}
+        found = ("attended_pairs", "bytes_read", *RATIOS)
+        return counts | {name: getattr(self, name) for name in found}
+
+
+RATIOS = ("effective_kv_ratio", "read_ratio", "flops_ratio", "selection_flops_ratio")
+"""Properties of ``Counts`` that are ratios, 0 if there is nothing to count."""
 
 
 def _sum(a: Any, b: Any) -> Any:
