@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import random
 import time
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_attn.models import METHODS, PRESETS, Layer, Model, Plane, Selection, dense, gqa, shard, sparse
-from sparse_attn.serving.stats import FOLD, Counter, Counts, Stats, StepStats
+from sparse_attn.serving.stats import FOLD, RATIOS, Counter, Counts, Stats, StepStats
 
 SMALL = {2048: 16, 1024: 9, 512: 12, 257: 9, 128: 8, 64: 16, 32: 8, 16: 4}
 """Numbers of entries and tokens, and those that bite in short sequences."""
@@ -278,6 +280,7 @@ def test_lines_of_json() -> None:
     assert line["effective_kv_ratio"] == stats.total.effective_kv_ratio == stats.total.total.effective_kv_ratio
     assert line["decode"]["pairs"] == {"dense": 60 * 5001, "main": 3 * 5001 + 57 * (15 * 128 + 9), "scored": 57 * 5001}
     assert line["decode"]["attended_pairs"] == line["decode"]["pairs"]["main"]
+    assert {*RATIOS, "bytes_read"} <= line["decode"].keys()
     assert line["prefill"]["tokens"] == 5000 and line["prefill"]["sequences"] == 1
 
 
@@ -339,3 +342,8 @@ def test_a_large_step_is_quick(name: str) -> None:
         times.append(time.process_time() - start)
         batch = {n: (after, after + 1) for n, (_, after) in batch.items()}
     assert min(times) < 0.005
+
+
+def test_examples_of_the_page() -> None:
+    result = doctest.testfile(str(Path(__file__).parents[1] / "docs" / "signals.md"), module_relative=False)
+    assert result.attempted >= 15 and result.failed == 0

@@ -236,30 +236,30 @@ class Table:
 
     def at(self, lengths: Sequence[int]) -> int:
         """Sum over query tokens that see so many tokens."""
-        values, start, period, growth, end = self.values, self.start, self.period, self.growth, len(self.values)
-        if lengths and min(lengths) >= end:
-            if period == 1:
-                return values[start] * len(lengths) + growth * (sum(lengths) - start * len(lengths))
-            return sum([values[start + (n - start) % period] + (n - start) // period * growth for n in lengths])
-        return sum(
-            [
-                values[n] if n < end else values[start + (n - start) % period] + (n - start) // period * growth
-                for n in lengths
-            ]
-        )
+        values, start, period, growth = self.values, self.start, self.period, self.growth
+        found = sum([values[n] for n in lengths if n < start])
+        past = [n - start for n in lengths if n >= start]
+        if period == 1:
+            return found + values[start] * len(past) + growth * sum(past)
+        return found + sum([values[start + n % period] + n // period * growth for n in past])
 
-    def upto(self, n: int) -> int:
-        """Sum over the first ``n`` tokens of a sequence."""
-        if n < len(self.sums):
-            return self.sums[n]
-        times, rest = divmod(n - self.start, self.period)
-        grown = self.growth * (self.period * (times * (times - 1) // 2) + rest * times)
-        return self.sums[self.start + rest] + times * self.sum_of_period + grown
+    def upto(self, lengths: Sequence[int]) -> int:
+        """Sum over the first tokens of sequences, so many of each."""
+        sums, start, period, growth, each = self.sums, self.start, self.period, self.growth, self.sum_of_period
+        found = sum([sums[n] for n in lengths if n < start])
+        past = [n - start for n in lengths if n >= start]
+        if period == 1:
+            total = sum(past)
+            return found + sums[start] * len(past) + each * total + growth * (sum([n * n for n in past]) - total) // 2
+        whole = [n // period for n in past]
+        grown = [
+            period * (times * (times - 1) // 2) + times * (n % period) for times, n in zip(whole, past, strict=True)
+        ]
+        return found + sum([sums[start + n % period] for n in past]) + each * sum(whole) + growth * sum(grown)
 
-    def between(self, spans: Iterable[Span]) -> int:
+    def between(self, spans: Sequence[Span]) -> int:
         """Sum over the query tokens of spans."""
-        upto = self.upto
-        return sum([upto(after) - upto(before) for before, after in spans])
+        return self.upto([after for _, after in spans]) - self.upto([before for before, _ in spans]) if spans else 0
 
 
 @cache
