@@ -25,13 +25,16 @@ if __name__ == "__main__":  # the module under test takes the place of the built
 
 import cases
 import compressions
+import merges
 import pytest
 import test_attend
 import test_compressions
 import test_formats
+import test_merge
 import test_mutations
 import test_same_bytes
 import test_select
+import test_select_merge
 import test_store
 import torch
 
@@ -40,15 +43,8 @@ from sparse_attn.ops.attend import Attend
 
 CSRC = Path(__file__).parent.parent / "csrc"
 SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.cpp", "best.cpp", "store.cpp")
-SOURCES += (
-    "compress.cpp",
-    "compress_portable.cpp",
-    "entry.cpp",
-    "parallel.cpp",
-    "memory.cpp",
-    "isa.cpp",
-    "arguments.cpp",
-)
+SOURCES += ("compress.cpp", "compress_portable.cpp", "entry.cpp", "merge.cpp", "select_merge.cpp")
+SOURCES += ("parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
 OTHER_ISAS = "".join(
     f"extern const Kernels k{isa}Kernels = {{}}; extern const SelectKernels k{isa}SelectKernels = {{}};"
     f"extern const CompressEntry k{isa}Compress = nullptr;"
@@ -58,8 +54,8 @@ INCLUDED_BY = {"../common/encode.h": ["entry.cpp"], "compress_kernel.h": ["compr
 INCLUDED_BY |= dict.fromkeys(("select_kernel.h", "select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
 
 # probe: what notices the fault
-LINES, NAN, POOL, HOSTILE, LONG, STORE, SELECT = "lines", "nan", "pool", "hostile", "long", "store", "select"
-COMPRESS = "compress"
+LINES, NAN, POOL, HOSTILE, LONG, SELECT = "lines", "nan", "pool", "hostile", "long", "select"
+STORE, MERGE, SELECT_MERGE, COMPRESS = "store", "merge", "select_merge", "compress"
 
 # (fault, file, text, what stands there instead, probe)
 FAULTS = [
@@ -118,6 +114,24 @@ FAULTS = [
     ("runs over gaps", "store.cpp", "src.strides[1] == row", "true", STORE),
     ("skipped entries converted", "store.cpp", "if (from < 0 || to < 0) return;", "", STORE),
     ("scale types do not matter", "store.cpp", "a.scale == b.scale && ", "", STORE),
+    ("sink applied twice", "merge.cpp", "sum += exp(p.sinks[h]", "sum += 2 * exp(p.sinks[h]", MERGE),
+    ("sink in the lse of merge", "merge.cpp", "maximum + log(sum)",
+     "maximum + log(sum + (p.sinks ? exp(p.sinks[h] - maximum) : 0))", MERGE),
+    ("base 2 taken for e", "merge.cpp", "p.base_2 ? 0.69314718055994530942", "p.base_2 ? 1.0", MERGE),
+    ("+inf is never empty", "merge.cpp", "p.inf_is_empty && ", "false && ", MERGE),
+    ("+inf is always empty", "merge.cpp", "p.inf_is_empty && ", "", MERGE),
+    ("what empty parts hold counts", "merge.cpp", "empty ? kEmpty :", "", MERGE),
+    ("NaN below other maxima", "merge.cpp", "|| isnan(maximum)", "", MERGE),
+    ("weights of the first head", "merge.cpp", "h * p.lse_strides[2]", "0", MERGE),
+    ("offset of the first row", "select_merge.cpp", "t * p.offset_strides[1]", "0", SELECT_MERGE),
+    ("negative local indices", "select_merge.cpp", "local < 0 || ", "", SELECT_MERGE),
+    ("-inf selected", "select_merge.cpp", "!(value > -INFINITY)", "value != value", SELECT_MERGE),
+    ("runs forgotten", "select_merge.cpp", "p.run == 1 ? local : local / p.run", "local", SELECT_MERGE),
+    ("negative numbers last", "select_merge.cpp", "kSign = 0x80000000u", "kSign = 0", SELECT_MERGE),
+    ("budgets ignored by merging", "select_merge.cpp", "p.row_k ?", "false ?", SELECT_MERGE),
+    ("order of scores", "select_merge.cpp", "if (!p.by_score)", "if (p.by_score)", SELECT_MERGE),
+    ("places left as they were", "select_merge.cpp", "std::fill(indices + count, indices + p.k, -1);", "",
+     SELECT_MERGE),
     ("ties to the highest", "best.h", "0xffffffffu - static_cast<uint32_t>(number))", "static_cast<uint32_t>(number))",
      SELECT),
     ("negative zero below zero", "best.h", "bits_of(score + 0.0f)", "bits_of(score)", SELECT),
@@ -258,6 +272,27 @@ def probe_store() -> None:
     test_store.test_nothing_to_store(store)
 
 
+def probe_merge() -> None:
+    impl = next(impl for impl in registry.implementations("merge") if impl.backend == "cpu_native")
+    for base, sinks in (("e", True), ("2", False)):
+        test_merge.test_parts_make_one_softmax(impl, [0, 7, 7, 30], base, sinks, torch.float32)
+    for mark in (-torch.inf, torch.inf):
+        test_merge.test_empty_parts_and_rows(impl, mark)
+    test_merge.test_a_fault_shows(impl)
+    for options in ({}, {"inf_is_empty": True}):
+        torch.manual_seed(0)
+        test_merge.test_hostile_values(impl, options, torch.float32)
+
+
+def probe_select_merge() -> None:
+    impl = next(impl for impl in registry.implementations("select_merge") if impl.backend == "cpu_native")
+    for call in merges.merges():
+        test_select_merge.test_agrees_entry_by_entry(call, impl)
+    for order in ("index", "score"):
+        torch.manual_seed(0)
+        test_select_merge.test_hostile_values(impl, order)
+
+
 def probe_select() -> None:
     impl = next(impl for impl in registry.implementations("select") if impl.backend == "cpu_native")
     test_select.test_equal_scores_go_to_the_lowest_index(impl, 512)
@@ -294,6 +329,8 @@ PROBES: dict[str, Callable[[], None]] = {
     HOSTILE: probe_hostile,
     LONG: probe_long,
     STORE: probe_store,
+    MERGE: probe_merge,
+    SELECT_MERGE: probe_select_merge,
     SELECT: probe_select,
     COMPRESS: probe_compress,
 }

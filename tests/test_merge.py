@@ -154,6 +154,28 @@ def test_strided_lse(merge_impl) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, dict(base="2"), dict(inf_is_empty=True)], ids=str)
+def test_hostile_values(merge_impl, options: dict, dtype: torch.dtype) -> None:
+    """Empty parts, faults, sinks and weights of any size, in strided memory: as the reference has them."""
+    lses = torch.randn(4, 300, 3) * 5
+    rare = torch.tensor([-INF, -INF, INF, torch.nan, 3e4, -3e4, 900.0, -900.0])
+    lses = torch.where(torch.rand(lses.shape) < 0.4, rare[torch.randint(8, lses.shape)], lses)
+    outs = torch.randn(4, 300, 3, 40)[..., 1:38]
+    outs = torch.where(torch.rand(4, 300, 3, 1) < 0.1, torch.tensor([torch.nan, INF])[torch.randint(2, (37,))], outs)
+    outs = torch.nn.functional.pad(outs, (0, 3)).to(dtype)[..., :37]
+    for sinks in (None, torch.tensor([0.5, INF, -INF]), torch.tensor([1e30, -1e30, torch.nan])):
+        args, kwargs = (outs, lses), dict(options, sinks=sinks)
+        out, lse = torch.full((300, 3, 37), 7.0, dtype=dtype), torch.full((300, 3), 7.0)
+        skip_unless(merge_impl, facts(Merge(*args, **kwargs)))
+        torch.ops.sparse_attn.merge.out(*args, **kwargs, backend=merge_impl.backend, out=out, lse=lse)
+        expected, expected_lse = sparse_attn.merge(*args, **kwargs, backend="reference")
+        atol, rtol = merge_impl.tolerance[str(dtype).removeprefix("torch.")]
+        torch.testing.assert_close(out, expected, atol=atol, rtol=rtol, equal_nan=True)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6, equal_nan=True)
+        assert out.isfinite().any() and out.isnan().any()
+
+
 def test_refusals() -> None:
     outs, lses = torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3)
     for changes, sentence in (

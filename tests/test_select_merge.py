@@ -11,6 +11,7 @@ from selections import Batch
 
 import sparse_attn
 
+INF = float("inf")
 SHARDS, TOKENS, NEW, K = 3, 61, 7, 9
 
 
@@ -91,6 +92,36 @@ def test_merging_in_two_steps_is_merging_in_one(select_merge_impl) -> None:
     )
     for x, y in zip(once[:3], twice[:3], strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("order", ["index", "score"])
+def test_hostile_values(select_merge_impl, order: str) -> None:
+    """Any index, value, offset and budget, in strided memory: as the reference has them."""
+    shape = (3, 40, 2, 30)
+    indices = torch.randint(-(1 << 31), 1 << 31, (*shape[:3], 60)).int()[..., ::2]
+    indices = torch.where(torch.rand(shape) < 0.8, indices % 1000, indices)
+    values = torch.randn(40, 3, 30, 2).transpose(0, 1).transpose(2, 3)
+    rare = torch.tensor([float("nan"), -INF, INF, 3e38, -3e38, 1e-42, 0.0])
+    values = torch.where(torch.rand(shape) < 0.2, rare[torch.randint(7, shape)], values)
+    values = values + torch.arange(values.numel()).view(shape) * 1e-3  # no ties, whose order is tested elsewhere
+    offsets = torch.randint(-900, 900, (40, 3)).int().T
+    offsets[:, 0] = -(1 << 31)
+    offsets[:, 1] = (1 << 31) - 1
+    budgets = torch.randint(-5, 30, (40,)).int()
+    budgets[:3] = torch.tensor([(1 << 31) - 1, -(1 << 31), 25])
+    for dealt in ({}, dict(run=7, stride=1 << 20), dict(run=1 << 40, stride=1 << 62)):
+        args, kwargs = (indices, values, offsets, 25), dict(dealt, row_k=budgets, order=order)
+        expected = sparse_attn.select_merge(*args, **kwargs, backend="reference")
+        got = [torch.full_like(x, 7) for x in expected[:3]]
+        names = dict(zip(("indices", "counts", "values"), got, strict=True), backend=select_merge_impl.backend)
+        torch.ops.sparse_attn.select_merge.out(*args, **kwargs, **names)
+        assert torch.equal(got[1], expected.counts)
+        if order == "score":  # by number, those that int32 cannot hold have no order
+            assert torch.equal(got[2], expected.values)
+        if not dealt:
+            assert torch.equal(got[0][2:], expected.indices[2:]) and (expected.indices[2:] < -1).any()
+            sorted_values = (x[2:].sort(-1).values for x in (got[2], expected.values))  # a number may come twice
+            assert torch.equal(*sorted_values)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3), (2, 0, 1, 3), (2, 2, 1, 0)])

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from sparse_attn.ops.compress import Compress
     from sparse_attn.ops.convert import Convert
     from sparse_attn.ops.load import Load
+    from sparse_attn.ops.merge import Merge
     from sparse_attn.ops.select import Select
+    from sparse_attn.ops.select_merge import SelectMerge
     from sparse_attn.ops.store import Store
 
 _CODES = {getattr(torch, FORMATS[name].dtype): FORMATS[name].code for name in PLAIN_FORMATS}
@@ -133,6 +135,14 @@ def _convert(a: Convert) -> None:
     raise _past("convert", "src_slots", FORMATS[a.src_format].paging(a.src.shape, a.src_page_size), past[1])
 
 
+def _merge(a: Merge, out: Tensor, lse: Tensor) -> None:
+    _native().merge(a, out, lse, _CODES[out.dtype], torch.get_num_threads())
+
+
+def _select_merge(a: SelectMerge, indices: Tensor, counts: Tensor, values: Tensor) -> None:
+    _native().select_merge(a, indices, counts, values, torch.get_num_threads())
+
+
 def _past(op: str, name: str, paging: tuple[int, int, int], slot: int) -> InvalidCall:
     """The exception for a slot past its plane."""
     return refuse(op, name, f"less than pages * page_size = {paging[0] * paging[1]}", slot)
@@ -174,11 +184,25 @@ IMPLS = (
     Impl("convert", "cpu_native", limits={"device": _CPU}, run=_convert, priority=10, available=_unavailable),
     Impl("load", "cpu_native", limits={"device": _CPU}, run=_load, priority=10, available=_unavailable),
     Impl(
-        "store",
+        "merge",
         "cpu_native",
         limits={"device": _CPU},
-        run=_store,
+        run=_merge,
+        tolerance={"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
         priority=10,
         available=_unavailable,
     ),
+    Impl(
+        "select",
+        "cpu_native",
+        limits={"device": _CPU, "format": _ROWS, "strides": Between(1, 64)},
+        run=_select,
+        tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (2e-5, 2e-5)),
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl("convert", "cpu_native", limits={"device": _CPU}, run=_convert, priority=10, available=_unavailable),
+    Impl("load", "cpu_native", limits={"device": _CPU}, run=_load, priority=10, available=_unavailable),
+    Impl("select_merge", "cpu_native", limits={"device": _CPU}, run=_select_merge, priority=10, available=_unavailable),
+    Impl("store", "cpu_native", limits={"device": _CPU}, run=_store, priority=10, available=_unavailable),
 )

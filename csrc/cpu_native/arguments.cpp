@@ -435,6 +435,56 @@ ConvertParams convert_params(py::handle call) {
   p.dst_slots = TensorView(FIELD("dst_slots")).data<const int64_t>();
   return p;
 }
+
+MergeParams merge_params(py::handle call, py::handle out, py::handle lse, Format format) {
+  MergeParams p;
+  int64_t sizes[4];
+  const py::object outs = FIELD("outs"), lses = FIELD("lses");
+  TensorView(outs).sizes(4, sizes);
+  TensorView(outs).strides(3, element_bytes(format), p.out_strides);
+  TensorView(lses).strides(3, 1, p.lse_strides);
+  p.outs = TensorView(outs).data<const char>();
+  p.lses = TensorView(lses).data<const float>();
+  p.format = format;
+  p.sinks = TensorView(FIELD("sinks")).data<const float>();
+  p.base_2 = word<int>(FIELD("base"), kBaseNames) == 1;
+  p.inf_is_empty = FIELD("inf_is_empty").ptr() == Py_True;
+  p.parts = sizes[0];
+  p.tokens = sizes[1];
+  p.heads = sizes[2];
+  p.dim = sizes[3];
+  p.out = TensorView(out).data<char>();
+  p.lse = TensorView(lse).data<float>();
+  return p;
+}
+
+SelectMergeParams select_merge_params(py::handle call, py::handle indices, py::handle counts,
+                                      py::handle values) {
+  SelectMergeParams p;
+  int64_t sizes[4];
+  const py::object shard_indices = FIELD("shard_indices"), shard_values = FIELD("shard_values");
+  const py::object shard_offsets = FIELD("shard_offsets");
+  TensorView(shard_indices).sizes(4, sizes);
+  TensorView(shard_indices).strides(4, 1, p.index_strides);
+  TensorView(shard_values).strides(4, 1, p.value_strides);
+  TensorView(shard_offsets).strides(2, 1, p.offset_strides);
+  p.shard_indices = TensorView(shard_indices).data<const int32_t>();
+  p.shard_values = TensorView(shard_values).data<const float>();
+  p.shard_offsets = TensorView(shard_offsets).data<const int32_t>();
+  p.shards = sizes[0];
+  p.tokens = sizes[1];
+  p.lists = sizes[2];
+  p.width = sizes[3];
+  p.k = integer(FIELD("k"));
+  p.run = integer(FIELD("run"));
+  p.stride = integer(FIELD("stride"));
+  p.row_k = TensorView(FIELD("row_k")).data<const int32_t>();
+  p.by_score = word<int>(FIELD("order"), kOrderNames) == 2;
+  p.indices = TensorView(indices).data<int32_t>();
+  p.counts = TensorView(counts).data<int32_t>();
+  p.values = TensorView(values).data<float>();
+  return p;
+}
 #undef FIELD
 
 }  // namespace sparse_attn

@@ -6,6 +6,7 @@
 
 #include "attend.h"
 #include "compress.h"
+#include "merge.h"
 #include "select.h"
 #include "store.h"
 
@@ -29,5 +30,11 @@ StoreParams store_params(pybind11::handle call, Format row_format);
 LoadParams load_params(pybind11::handle call, pybind11::handle out, Format out_format);
 
 ConvertParams convert_params(pybind11::handle call);
+
+MergeParams merge_params(pybind11::handle call, pybind11::handle out, pybind11::handle lse,
+                         Format format);
+
+SelectMergeParams select_merge_params(pybind11::handle call, pybind11::handle indices,
+                                      pybind11::handle counts, pybind11::handle values);
 
 }  // namespace sparse_attn

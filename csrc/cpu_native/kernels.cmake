@@ -1,6 +1,6 @@
 # Adds the library sparse_attn_cpu: the kernels, which know neither Python nor torch.
-set(kernels attend.cpp best.cpp compress.cpp entry.cpp isa.cpp memory.cpp parallel.cpp select.cpp
-  store.cpp)
+set(kernels attend.cpp best.cpp compress.cpp entry.cpp isa.cpp memory.cpp merge.cpp parallel.cpp
+  select.cpp select_merge.cpp store.cpp)
 list(APPEND kernels attend_portable.cpp compress_portable.cpp select_portable.cpp)
 set(instruction_sets portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")

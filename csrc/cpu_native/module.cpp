@@ -1,5 +1,5 @@
-// The Python module sparse_attn._cpu_native. It only registers: arguments.cpp reads, attend.cpp,
-// select.cpp and store.cpp work.
+// The Python module sparse_attn._cpu_native. It only registers: arguments.cpp reads, the
+// other files work.
 #include <pybind11/pybind11.h>
 
 #include "arguments.h"
@@ -105,6 +105,26 @@ PYBIND11_MODULE(_cpu_native, m) {
         return py::make_tuple(past.in_dst, past.slot);
       },
       "Runs convert. Returns None, or (in dst, the largest slot) if it lies past its plane.");
+
+  m.def(
+      "merge",
+      [](py::handle call, py::handle out, py::handle lse, int format, int threads) {
+        MergeParams p = merge_params(call, out, lse, static_cast<Format>(format));
+        p.threads = threads;
+        py::gil_scoped_release release;
+        merge(p);
+      },
+      "Runs merge.");
+
+  m.def(
+      "select_merge",
+      [](py::handle call, py::handle indices, py::handle counts, py::handle values, int threads) {
+        SelectMergeParams p = select_merge_params(call, indices, counts, values);
+        p.threads = threads;
+        py::gil_scoped_release release;
+        select_merge(p);
+      },
+      "Runs select_merge.");
 
   m.def(
       "instruction_sets",

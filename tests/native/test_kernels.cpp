@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "common/number.h"
 #include "cpu_native/attend.h"
 #include "cpu_native/entry.h"
+#include "cpu_native/merge.h"
 #include "cpu_native/store.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -691,6 +693,112 @@ void test_store(int count) {
   }
 }
 
+// Joined parts against sums in double precision; lists against sorting.
+void test_merges(int count) {
+  for (int i = 0; i < count; ++i) {
+    MergeParams p;
+    p.format = i % 3 == 0 ? Format::kFp32 : i % 3 == 1 ? Format::kBf16 : Format::kFp16;
+    p.parts = between(1, 5);
+    p.tokens = below(40);
+    p.heads = between(1, 3);
+    p.dim = between(1, 70);
+    p.threads = 3;
+    const int64_t element = element_bytes(p.format), rows = p.tokens * p.heads;
+    std::vector<char> outs(static_cast<size_t>(p.parts * rows * p.dim * element));
+    for (size_t at = 0; at < outs.size(); at += element)
+      write(outs.data() + at, p.format, normal());
+    std::vector<float> lses(static_cast<size_t>(p.parts * rows));
+    for (float& lse : lses) lse = chance(20) ? -INFINITY : 9 * normal();
+    p.outs = outs.data();
+    p.out_strides[2] = p.dim * element;
+    p.out_strides[1] = p.heads * p.out_strides[2];
+    p.out_strides[0] = p.tokens * p.out_strides[1];
+    p.lses = lses.data();
+    p.lse_strides[2] = 1;
+    p.lse_strides[1] = p.heads;
+    p.lse_strides[0] = rows;
+    std::vector<char> out(static_cast<size_t>(rows * p.dim * element));
+    std::vector<float> lse(static_cast<size_t>(rows));
+    p.out = out.data();
+    p.lse = lse.data();
+    merge(p);
+    for (int64_t row = 0; row < rows; ++row) {
+      double sum = 0, expected = 0;
+      const int64_t d = below(p.dim);
+      for (int64_t s = 0; s < p.parts; ++s) {
+        const double weight = exp(lses[static_cast<size_t>(s * rows + row)]);
+        sum += weight;
+        expected += weight * read(outs.data() + ((s * rows + row) * p.dim + d) * element, p.format);
+      }
+      const double got = read(out.data() + (row * p.dim + d) * element, p.format);
+      CHECK(fabs(got - (sum > 0 ? expected / sum : 0)) < 2e-2, "%g", got);
+      CHECK(sum > 0 ? fabs(lse[static_cast<size_t>(row)] - log(sum)) < 1e-5 * (9 + fabs(log(sum)))
+                    : isinf(lse[static_cast<size_t>(row)]),
+            "%g", lse[static_cast<size_t>(row)]);
+    }
+  }
+}
+
+void test_select_merges(int count) {
+  constexpr int32_t kRubbish[] = {-1, INT32_MIN, INT32_MAX};
+  for (int i = 0; i < count; ++i) {
+    SelectMergeParams p;
+    p.shards = below(4);
+    p.tokens = below(9);
+    p.lists = between(1, 3);
+    p.width = below(40);
+    p.k = below(60);
+    p.run = between(1, 4);
+    p.stride = chance(10) ? INT64_MAX : p.run * between(1, 4);
+    p.by_score = chance(50);
+    p.threads = 3;
+    const int64_t rows = p.tokens * p.lists, places = p.shards * rows * p.width;
+    std::vector<int32_t> indices(static_cast<size_t>(places)), row_k, offsets;
+    std::vector<float> values(indices.size());
+    for (int32_t& index : indices) {
+      index = chance(10) ? kRubbish[below(3)] : static_cast<int32_t>(below(1000));
+    }
+    for (float& value : values) value = chance(10) ? NAN : normal();
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      row_k.push_back(chance(20) ? kRubbish[below(3)] : static_cast<int32_t>(below(60)));
+      for (int64_t s = 0; s < p.shards; ++s)
+        offsets.push_back(chance(10) ? kRubbish[below(3)] : static_cast<int32_t>(below(99)));
+    }
+    p.shard_indices = indices.data();
+    p.shard_values = values.data();
+    p.shard_offsets = offsets.data();
+    p.offset_strides[0] = 1;
+    p.offset_strides[1] = p.shards;
+    const int64_t strides[4] = {rows * p.width, p.lists * p.width, p.width, 1};
+    std::copy(strides, strides + 4, p.index_strides);
+    std::copy(strides, strides + 4, p.value_strides);
+    if (chance(50)) p.row_k = row_k.data();
+    std::vector<int32_t> chosen(static_cast<size_t>(rows * p.k)), counts(static_cast<size_t>(rows));
+    std::vector<float> scores(chosen.size());
+    p.indices = chosen.data();
+    p.counts = counts.data();
+    p.values = scores.data();
+    select_merge(p);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::vector<float> all;
+      for (int64_t s = 0; s < p.shards; ++s) {
+        for (int64_t j = 0; j < p.width; ++j) {
+          const size_t at = static_cast<size_t>((s * rows + row) * p.width + j);
+          if (indices[at] >= 0 && !isnan(values[at])) all.push_back(values[at]);
+        }
+      }
+      std::sort(all.begin(), all.end(), std::greater<float>());
+      int64_t room = p.k;
+      if (p.row_k) room = std::min(room, std::max<int64_t>(p.row_k[row / p.lists], 0));
+      all.resize(static_cast<size_t>(std::min<int64_t>(room, static_cast<int64_t>(all.size()))));
+      const auto first = scores.begin() + row * p.k;
+      std::vector<float> got(first, first + counts[static_cast<size_t>(row)]);
+      std::sort(got.begin(), got.end(), std::greater<float>());
+      CHECK(got == all, "the best of the shards");
+    }
+  }
+}
+
 void test_numbers() {
   for (uint32_t half = 0; half < 0x10000; ++half) {
     const auto bits = static_cast<uint16_t>(half);
@@ -733,6 +841,8 @@ int main(int count, char** arguments) {
   test_numbers();
   test_refusals();
   test_store(300);
+  test_merges(60);
+  test_select_merges(60);
   test_random_calls(count > 1 ? atoi(arguments[1]) : 300);
   printf("passed:");
   for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
