@@ -196,6 +196,10 @@ def test_store_does_not_depend_on_threads(threads) -> None:
 # the module
 
 
+def test_one_kernel_for_each_op() -> None:
+    assert sorted(impl.op for impl in NATIVE) == sorted(op.name for op in library.defined())
+
+
 def test_an_instruction_set_that_the_machine_lacks_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(native, "instruction_sets", lambda: ["portable"])
     monkeypatch.setenv("SPARSE_ATTN_CPU_ISA", "avx512")

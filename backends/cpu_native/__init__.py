@@ -172,15 +172,6 @@ IMPLS = (
         priority=10,
         available=_unavailable,
     ),
-    Impl(
-        "select",
-        "cpu_native",
-        limits={"device": _CPU, "format": _ROWS, "strides": Between(1, 64)},
-        run=_select,
-        tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (2e-5, 2e-5)),
-        priority=10,
-        available=_unavailable,
-    ),
     Impl("convert", "cpu_native", limits={"device": _CPU}, run=_convert, priority=10, available=_unavailable),
     Impl("load", "cpu_native", limits={"device": _CPU}, run=_load, priority=10, available=_unavailable),
     Impl(
@@ -201,8 +192,6 @@ IMPLS = (
         priority=10,
         available=_unavailable,
     ),
-    Impl("convert", "cpu_native", limits={"device": _CPU}, run=_convert, priority=10, available=_unavailable),
-    Impl("load", "cpu_native", limits={"device": _CPU}, run=_load, priority=10, available=_unavailable),
     Impl("select_merge", "cpu_native", limits={"device": _CPU}, run=_select_merge, priority=10, available=_unavailable),
     Impl("store", "cpu_native", limits={"device": _CPU}, run=_store, priority=10, available=_unavailable),
 )
