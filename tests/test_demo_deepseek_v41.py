@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparse_attn import demo
+from sparse_attn.demo import deepseek_v41 as module
 from sparse_attn.demo import deepseek_v41_run
-from sparse_attn.demo.deepseek_v41 import Cache, Config
+from sparse_attn.demo.deepseek_v41 import Attention, Cache, Config
 from sparse_attn.demo.deepseek_v41_run import random_inputs, random_layers, scored
 from sparse_attn.models import PRESETS, Selection, deepseek_v41
 from sparse_attn.ops import Selected
@@ -79,6 +81,65 @@ def test_every_reader_sees_the_owners_planes(owner: int) -> None:
     second, _ = feed(make(), "a", 0, 20, changed)
     readers = PLAN.readers("main", owner)
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [n not in readers for n in range(8)]
+
+
+# --- The page --------------------------------------------------------------------------------------------------------
+
+MODEL = PRESETS["deepseek-v4.1-flash"]
+PAGE = Path(__file__).parents[1] / "docs" / "deepseek-v4.1.md"
+
+
+def table(head: str) -> list[list[str]]:
+    """The rows of the page's table that begins with ``head``."""
+    lines = PAGE.read_text().split(f"| {head} |")[1].splitlines()[2:]
+    cut = next(n for n, line in enumerate(lines) if not line.startswith("|"))
+    return [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in lines[:cut]]
+
+
+def numbers(text: str) -> set[int]:
+    found: set[int] = set()
+    for part in text.split(", "):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def test_the_page_tells_the_calls(monkeypatch) -> None:
+    calls: list[str] = []
+    for op in ("compress", "select", "attend"):
+        real = getattr(module, op)
+        monkeypatch.setattr(module, op, lambda *a, _op=op, _real=real, **k: calls.append(_op) or _real(*a, **k))
+    made: dict[int, tuple[int, ...]] = {}
+
+    def count(layer: Attention, *_: object) -> None:
+        made[layer.plan.number] = tuple(map(calls.count, ("compress", "select", "attend")))
+        calls.clear()
+
+    hooks = [layer.register_forward_hook(count) for layer in LAYERS.layers]
+    feed(make(), "a", 0, 9)
+    for hook in hooks:
+        hook.remove()
+    shown = {}
+    for kind, layers, *counts, _ in table("kind"):
+        name, _, ratio = kind.partition(", ratio ")
+        shown[name, int(ratio or 0)] = tuple(map(int, counts))
+        expected = {n for n in MODEL.by_kind()[name] if not ratio or MODEL.plane("main", n).ratio == int(ratio)}
+        assert numbers(layers) == expected
+    assert len(shown) == 6
+    for layer in PLAN.layers:
+        ratio = PLAN.plane("main", layer.number).ratio if "main" in layer.reads else 0
+        key = (layer.kind, ratio) if (layer.kind, ratio) in shown else (layer.kind, 1)  # reindex at ratio 2: as at 1
+        assert made[layer.number] == shown[key]
+
+
+def test_the_page_tells_the_planes() -> None:
+    grown, fixed = MODEL.bytes_per_token(), MODEL.fixed_bytes()
+    found = []
+    for kind in ("main", "index", "window", "state"):
+        planes = [plane for layer in MODEL.layers for plane in layer.planes if plane.kind == kind]
+        size = [f"{grown[kind]:,.0f}", ""] if kind in grown else ["", f"{fixed[kind]:,}"]
+        found.append([kind, planes[0].format, f"{planes[0].entry_bytes():,}", str(len(planes)), *size])
+    assert table("plane") == found
 
 
 # --- Bits ------------------------------------------------------------------------------------------------------------
