@@ -1,0 +1,300 @@
+"""Hugging Face transformers: ``model.set_attn_implementation("sparse_attn")`` after one ``register()``.
+
+The keys and values of any cache are read where they lie: a batch of ``[B, heads, length, D]`` is a plane of B pages.
+Causality and padding become ranges of entries, other masks lists of entries, and the lists that a model finds itself
+(DeepSeek V3.2, GLM-5, MiniMax-M3) go to ``attend`` as they are. What cannot be computed exactly is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask
+
+from .. import attend, select
+from ..checks import InvalidCall, expect
+
+NAME = "sparse_attn"
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+FROM_THE_FIRST_SLOT = ("deepseek_v4", "minimax_m3_vl", "minimax_m3_vl_text")
+"""Models whose entries or blocks transformers counts from the first slot, a padded one too: their logits are wrong."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tokens a dense model attends: for each query token and KV head those with most attention, summed over the
+    heads of the group, and always the first and the last.
+
+    Args:
+        ratio: share of the visible tokens that is attended, above 0 and at most 1.
+        keep_first, keep_last: tokens at either end that are always attended, counted in the share.
+        least: tokens that are attended at least, if there are so many.
+        queries: attend sparsely in steps of at most so many query tokens (1: decoding only; 0: always).
+    """
+
+    ratio: float
+    keep_first: int = 4
+    keep_last: int = 32
+    least: int = 256
+    queries: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"Selection: ratio: expected a number above 0 and at most 1, got {self.ratio}")
+        for name in ("keep_first", "keep_last", "least", "queries"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Selection: {name}: expected 0 or more, got {getattr(self, name)}")
+
+
+def register() -> None:
+    """Make ``"sparse_attn"`` an attention implementation of transformers. Calling it again changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def set_selection(model: nn.Module, selection: Selection | None) -> None:
+    """Let the layers of a model with dense attention attend to a selection of the tokens; None: to all of them.
+
+    Layers that select themselves, have a sliding window, or are not causal are left as they are.
+    """
+    for module in model.modules():
+        module.sparse_attn_selection = selection  # type: ignore[assignment]
+
+
+def mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    config: Any = None,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """Ranges of visible entries, int32 ``[B, 1, q_length, 2]``, where a plain causal mask is asked for; where a model
+    reads its mask, or where it hides more, the mask of eager attention, ``[B, 1, q_length, kv_length]``.
+
+    Both have 4 axes, so that transformers hands them on as they are.
+    """
+    kind = getattr(config, "model_type", "")
+    if kind in FROM_THE_FIRST_SLOT and attention_mask is not None:
+        padded = bool((attention_mask[:, 0] == 0).any())
+        expected = f"no padding on the left for {kind}, whose blocks count from the first slot"
+        expect(not padded, "attention", "attention_mask", expected, "padding", "pad on the right")
+    if allow_is_causal_skip and mask_function is causal_mask_function and kv_offset == 0:
+        ranges = causal_ranges(batch_size, q_length, q_offset, attention_mask, device)
+        if ranges is not None:
+            return ranges[:, None]
+    return eager_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        device=device,
+        config=config,
+        **kwargs,
+    )
+
+
+def causal_ranges(
+    batch: int, queries: int, offset: Any, padding: Tensor | None, device: torch.device | str
+) -> Tensor | None:
+    """``[first, position + 1)`` of every query token, with padding cut off at either side; None if there is padding in
+    the middle."""
+    high = (torch.arange(1, queries + 1, device=device) + offset).expand(batch, queries)
+    low = torch.zeros_like(high)
+    if padding is not None:
+        real = padding.bool()
+        first, count = real.int().argmax(-1), real.sum(-1)
+        places = torch.arange(real.shape[1], device=real.device)
+        whole = (places >= first[:, None]) & (places < (first + count)[:, None])
+        if not torch.equal(whole, real):
+            return None
+        low = first[:, None].expand_as(high)
+        high = torch.minimum(high, (first + count)[:, None])
+    return torch.stack([low, torch.maximum(low, high)], -1).int()
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for each layer. See ``transformers.AttentionInterface``.
+
+    Args:
+        module: the layer.
+        query: ``[B, Hq, S, D]``.
+        key, value: ``[B, Hkv, L, D]`` and ``[B, Hkv, L, Dv]``, of a cache or of this step.
+        attention_mask: what ``mask`` gave, any mask of one head that only hides, or None.
+        scaling: factor of the scores; default ``D ** -0.5``.
+
+    Returns:
+        ``[B, S, Hq, Dv]`` and None, as no weights are kept.
+
+    Raises:
+        InvalidCall: for what would need gradients, dropout, biases, soft caps, or returned weights.
+    """
+    for name in ("softcap", "position_bias", "output_attentions", "head_mask"):
+        given = kwargs.get(name)
+        expect(given is None or given is False, "attention", name, "None", given, "use another implementation")
+    expect(dropout == 0, "attention", "dropout", "0", dropout, "call model.eval()")
+    gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    expect(not gradient, "attention", "query", "no gradient", "requires_grad", "use torch.no_grad()")
+    batch, q_heads, queries, _ = query.shape
+    length = key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+    indices, select_block = listed(module, kwargs, batch, queries)
+    ranges, allowed = visible(attention_mask, batch, queries, length, causal, query.device)
+    if allowed is not None:
+        expect(indices is None, "attention", "attention_mask", "no holes with a selection", "holes")
+        indices = allowed
+    sequences: dict[str, Any] = dict(
+        cu_seqlens_q=torch.arange(0, batch * queries + 1, queries, dtype=torch.int32, device=query.device),
+        seq_lens=torch.full((batch,), length, dtype=torch.int32, device=query.device),
+        max_seqlen_q=queries,
+        max_seq_len=length,
+    )
+    plane: dict[str, Any] = dict(
+        page_table=torch.arange(batch, dtype=torch.int32, device=query.device)[:, None],
+        kv_range=ranges.flatten(0, 1),
+        format=FORMATS[key.dtype],
+    )
+    q = query.transpose(1, 2).flatten(0, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    keys, values = rows(key), rows(value)
+    counts = None
+    selection: Selection | None = getattr(module, "sparse_attn_selection", None)
+    if selection is not None and indices is None and causal and kwargs.get("sliding_window") is None:
+        chosen = choose(selection, q, keys, scale, sequences, plane)
+        if chosen is not None:
+            indices, counts = chosen
+    sinks = kwargs.get("s_aux")
+    out = attend(
+        q,
+        **sequences,
+        scale=scale,
+        v_dim=value.shape[-1],
+        kv=keys,
+        v=values,
+        **plane,
+        indices=indices,
+        index_counts=counts,
+        select_block=select_block,
+        sinks=None if sinks is None else sinks.detach().float().contiguous(),
+    )
+    assert isinstance(out, Tensor)
+    return out.view(batch, queries, q_heads, -1), None
+
+
+def rows(x: Tensor) -> Tensor:
+    """``[B, heads, L, D]`` as the plane ``[B, L, heads, D]``, without a copy where elements of a row lie together."""
+    x = x.transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def listed(module: nn.Module, kwargs: dict[str, Any], batch: int, queries: int) -> tuple[Tensor | None, int]:
+    """The list that the model itself made for each query token, int32 ``[T, heads, K]``, and entries of a block."""
+    indices, blocks = kwargs.get("indices"), kwargs.get("block_indices")
+    if indices is not None:
+        return indices.reshape(batch * queries, 1, -1).int(), 1
+    if blocks is not None:
+        size = getattr(getattr(module, "indexer", None), "block_size", None)
+        if not isinstance(size, int):
+            raise InvalidCall("attention: block_indices: expected a module with indexer.block_size, got none")
+        return blocks.transpose(1, 2).flatten(0, 1).int(), size
+    return None, 1
+
+
+def visible(
+    attention_mask: Tensor | None, batch: int, queries: int, length: int, causal: bool, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Ranges of entries ``[B, S, 2]``, and lists of entries ``[T, 1, K]`` where a mask has holes."""
+    if attention_mask is None:
+        high = torch.full((queries,), length, device=device)
+        if causal:
+            high = high - torch.arange(queries - 1, -1, -1, device=device)
+        ranges = torch.stack([torch.zeros_like(high), high], -1).int()
+        return ranges.expand(batch, queries, 2), None
+    if attention_mask.dtype == torch.int32:
+        return attention_mask[:, 0], None
+    found = getattr(attention_mask, "sparse_attn_visible", None)  # layers share their masks
+    if found is None:
+        found = visible_of(attention_mask, batch, queries, length)
+        attention_mask.sparse_attn_visible = found  # type: ignore[attr-defined]
+    return found
+
+
+def visible_of(attention_mask: Tensor, batch: int, queries: int, length: int) -> tuple[Tensor, Tensor | None]:
+    shape = [*attention_mask.shape]
+    ok = len(shape) == 4 and shape[0] in (1, batch) and shape[1] == 1 and shape[2] == queries and shape[3] >= length
+    expect(ok, "attention", "attention_mask", f"[{batch}, 1, {queries}, {length}]", shape)
+    seen = attention_mask[:, 0, :, :length].expand(batch, queries, length)
+    if seen.dtype != torch.bool:
+        hidden = seen <= torch.finfo(seen.dtype).min / 2
+        only_hides = bool((hidden | (seen == 0)).all())
+        expect(
+            only_hides, "attention", "attention_mask", "a mask that only hides", "a bias", "use another implementation"
+        )
+        seen = ~hidden
+    count = seen.sum(-1)
+    low = seen.int().argmax(-1)
+    high = length - seen.flip(-1).int().argmax(-1)
+    high = torch.where(count > 0, high, low)
+    ranges = torch.stack([low, high], -1).int()
+    if torch.equal(high - low, count):
+        return ranges, None
+    most = int(count.max())
+    order = torch.where(seen, torch.arange(length, device=seen.device), length).sort(-1).values[..., :most]
+    lists = torch.where(order < length, order, -1).int()
+    return ranges, lists.flatten(0, 1)[:, None]
+
+
+def choose(
+    selection: Selection, q: Tensor, keys: Tensor, scale: float, sequences: dict[str, Any], plane: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Lists ``[T, Hkv, K]`` and their lengths; None where everything is attended."""
+    if 0 < selection.queries < sequences["max_seqlen_q"]:
+        return None
+    ranges = plane["kv_range"]
+    count = (ranges[:, 1] - ranges[:, 0]).clamp(min=0)
+    least = max(selection.least, selection.keep_first + selection.keep_last)
+    budget = (count * selection.ratio).ceil().int().clamp(min=least)
+    most = max(int(sequences["max_seq_len"] * selection.ratio) + 1, least)
+    if most >= sequences["max_seq_len"]:
+        return None
+    chosen = select(
+        q,
+        None,
+        keys=keys,
+        k=most,
+        scale=scale,
+        **sequences,
+        **plane,
+        score="softmax_sum",
+        out_heads=keys.shape[2],
+        keep_first=selection.keep_first,
+        keep_last=selection.keep_last,
+        row_k=budget,
+    )
+    return chosen.indices, chosen.counts

@@ -1,0 +1,172 @@
+"""`attn_implementation="sparse_attn"` of transformers against its eager attention."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from sparse_attn.checks import InvalidCall  # noqa: E402
+from sparse_attn.integrations import transformers as integration  # noqa: E402
+from sparse_attn.integrations.transformers import Selection, register, set_selection  # noqa: E402
+
+register()
+COMMON = dict(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6)
+COMMON |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+
+
+def tiny(kind: str, **changes) -> nn.Module:
+    options = COMMON | changes
+    if kind == "mistral":
+        options |= dict(sliding_window=7)
+    if kind == "gpt_oss":
+        options |= dict(num_local_experts=2, num_experts_per_tok=1, sliding_window=8, eos_token_id=2)
+        options |= dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    if kind == "gemma3_text":
+        options |= dict(sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    config = transformers.AutoConfig.for_model(kind, **options)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "sink" in name or "norm" in name:
+                parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+def pair(kind: str, **changes) -> tuple[nn.Module, nn.Module]:
+    eager = tiny(kind, **changes)
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("sparse_attn")
+    return eager, ours
+
+
+KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt_oss", "gemma3_text"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_logits(kind: str) -> None:
+    eager, ours = pair(kind)
+    ids = torch.randint(3, 97, (2, 30))
+    torch.testing.assert_close(ours(ids).logits, eager(ids).logits, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding(kind: str, side: str) -> None:
+    """Each row's logits are those of the row alone, whichever side is padded."""
+    eager, ours = pair(kind)
+    ids = torch.randint(3, 97, (3, 20))
+    seen = torch.ones_like(ids)
+    for b, pads in enumerate((0, 5, 13)):
+        seen[b, slice(0, pads) if side == "left" else slice(20 - pads, 20)] = 0
+    positions = (seen.cumsum(-1) - 1).clamp(min=0)
+    got = ours(ids, attention_mask=seen, position_ids=positions).logits
+    expected = eager(ids, attention_mask=seen, position_ids=positions).logits
+    real = seen.bool()
+    torch.testing.assert_close(got[real], expected[real], atol=2e-5, rtol=2e-5)
+    for b in range(3):
+        alone = eager(ids[b : b + 1, real[b]]).logits[0]
+        torch.testing.assert_close(got[b, real[b]], alone, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache", [None, "static"])
+@torch.no_grad()
+def test_generate_in_a_batch_with_padding(kind: str, cache: str | None) -> None:
+    eager, ours = pair(kind)
+    ids = torch.randint(3, 97, (3, 12))
+    seen = torch.ones_like(ids)
+    seen[1, :4] = seen[2, :9] = 0
+    options = dict(attention_mask=seen, max_new_tokens=15, do_sample=False, cache_implementation=cache)
+    options |= dict(disable_compile=True)
+    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_assisted_generation() -> None:
+    """Several query tokens a step, some rejected."""
+    eager, ours = pair("llama")
+    assistant = tiny("llama", num_hidden_layers=1)
+    ids = torch.randint(3, 97, (1, 12))
+    options = dict(max_new_tokens=20, do_sample=False)
+    expected = eager.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options, assistant_model=assistant), expected)
+
+
+@torch.no_grad()
+def test_beams_and_chunked_prefill() -> None:
+    eager, ours = pair("llama")
+    ids = torch.randint(3, 97, (2, 20))
+    for options in (dict(num_beams=3), dict(prefill_chunk_size=7)):
+        options |= dict(max_new_tokens=8, do_sample=False)
+        assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_packed_sequences_and_holes() -> None:
+    """Masks with holes become lists of entries."""
+    eager, ours = pair("llama")
+    ids = torch.randint(3, 97, (1, 20))
+    positions = torch.tensor([[*range(8), *range(12)]])
+    options = dict(position_ids=positions, use_cache=False)
+    torch.testing.assert_close(ours(ids, **options).logits, eager(ids, **options).logits, atol=2e-5, rtol=2e-5)
+    seen = torch.ones_like(ids)
+    seen[0, 5:9] = 0
+    got, expected = (model(ids, attention_mask=seen).logits[seen.bool()] for model in (ours, eager))
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
+def test_bfloat16() -> None:
+    eager, ours = (model.bfloat16() for model in pair("llama"))
+    ids = torch.randint(3, 97, (2, 30))
+    torch.testing.assert_close(ours(ids).logits, eager(ids).logits, atol=6e-2, rtol=6e-2)
+
+
+@torch.no_grad()
+def test_selection(monkeypatch) -> None:
+    """A share of 1 changes nothing; a smaller one attends to as many tokens as it says."""
+    eager, ours = pair("llama")
+    ids = torch.randint(3, 97, (2, 40))
+    options = dict(max_new_tokens=12, do_sample=False)
+    expected = eager.generate(ids, **options)
+    set_selection(ours, Selection(1.0, least=0))
+    assert torch.equal(ours.generate(ids, **options), expected)
+    attended = []
+    attend = integration.attend
+
+    def watched(*args, **kwargs):
+        if kwargs["index_counts"] is not None:
+            attended.append(kwargs["index_counts"])
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(integration, "attend", watched)
+    set_selection(ours, Selection(0.25, keep_first=1, keep_last=3, least=0))
+    ours.generate(ids, **options)
+    lengths = torch.cat([counts.flatten() for counts in attended])
+    assert lengths.min() >= 40 // 4 and lengths.max() <= -(-52 // 4)
+    set_selection(ours, None)
+    assert torch.equal(ours.generate(ids, **options), expected)
+
+
+def test_refusals() -> None:
+    _, ours = pair("llama")
+    ids = torch.randint(3, 97, (1, 9))
+    with pytest.raises(
+        InvalidCall, match="attention: query: expected no gradient, got requires_grad; use torch.no_grad"
+    ):
+        ours(ids)
+    with (
+        torch.no_grad(),
+        pytest.raises(InvalidCall, match="attention_mask: expected a mask that only hides, got a bias"),
+    ):
+        ours(ids, attention_mask=torch.randn(1, 1, 9, 9))
+    with pytest.raises(ValueError, match="Selection: ratio: expected a number above 0 and at most 1, got 0"):
+        Selection(0)
