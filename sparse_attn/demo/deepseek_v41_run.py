@@ -230,8 +230,8 @@ def report(results: Results) -> str:
         f"{config.o_groups} output groups, {some.heads} index heads of {some.dim}, top {some.k}, "
         f"window {first.window}; random weights and inputs",
         f"Layers     {layers}",
-        f"Cut        {len(SHOWN)} of {len(MODEL.layers)} layers; hidden size {config.hidden} of {Config().hidden}; no "
-        "experts, no hyper-connections between layers: each has inputs of its own",
+        f"Cut        {len(SHOWN)} of {len(MODEL.layers)} layers; hidden size {config.hidden} of {Config().hidden}; "
+        f"{options.context:,} tokens of 1,048,576; no experts, no hyper-connections: each layer has inputs of its own",
         f"Run        {options.context:,} tokens in steps of {CHUNK}, {options.new} tokens decoded one by one, then "
         f"{DRAFTS} drafts in one step, rejected",
         "",
