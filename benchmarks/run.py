@@ -3,7 +3,8 @@
 Every function of a case is called in turn, over and over in one process, so that a busy neighbour disturbs all of them
 alike. With one thread the figure is CPU time of the process, else wall time. Printed: the lower quartile in
 milliseconds; for peers, how many times as long as sparse_attn they take.
-Run: python benchmarks/run.py [attend | compress | select] [--only TEXT] [--threads N] [--rounds N] [--json]
+Run: python benchmarks/run.py [attend | compress | merge | select | store] [--only TEXT] [--threads N] [--rounds N]
+[--json]; merge is also select_merge, store is also load and convert.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from collections.abc import Callable
 
 import attend
 import compression
+import parts
+import rows
 import selection
 import torch
 from torch import Tensor
 
-OPS = {"attend": attend, "compress": compression, "select": selection}
+OPS = {"attend": attend, "compress": compression, "merge": parts, "select": selection, "store": rows}
 
 
 def measure(functions: dict[str, Callable[[int], Tensor]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -37,7 +40,9 @@ def measure(functions: dict[str, Callable[[int], Tensor]], rounds: int, clock: C
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op", nargs="?", choices=OPS, default="attend")
+    parser.add_argument(
+        "op", nargs="?", choices=OPS, default="attend", help="merge: and select_merge; store: and load and convert"
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)

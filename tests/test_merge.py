@@ -171,7 +171,9 @@ def test_hostile_values(merge_impl, options: dict, dtype: torch.dtype) -> None:
         torch.ops.sparse_attn.merge.out(*args, **kwargs, backend=merge_impl.backend, out=out, lse=lse)
         expected, expected_lse = sparse_attn.merge(*args, **kwargs, backend="reference")
         atol, rtol = merge_impl.tolerance[str(dtype).removeprefix("torch.")]
-        torch.testing.assert_close(out, expected, atol=atol, rtol=rtol, equal_nan=True)
+        finite = expected.isfinite()  # an infinity whose weight is almost 0 gives NaN or stays
+        assert torch.equal(out.isfinite(), finite)
+        torch.testing.assert_close(out[finite], expected[finite], atol=atol, rtol=rtol)
         torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6, equal_nan=True)
         assert out.isfinite().any() and out.isnan().any()
 

@@ -71,6 +71,13 @@ void load_row(const LoadParams& p, int64_t t, float* buffer) {
     return;
   }
   for (int64_t h = 0; h < p.plane.heads; ++h) {
+    if (p.out_format == p.plane.format) {
+      const PartRows& values = p.plane.values;
+      memcpy(out + h * values.bytes,
+             values.at(slot / p.plane.page_size, slot % p.plane.page_size, h),
+             static_cast<size_t>(values.bytes));
+      continue;
+    }
     if (p.out_format == Format::kFp32) {
       read_row(p.plane, slot, h, reinterpret_cast<float*>(out) + h * p.plane.dim);
       continue;
