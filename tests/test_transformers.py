@@ -11,8 +11,14 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from sparse_attn.checks import InvalidCall  # noqa: E402
-from sparse_attn.integrations import transformers as integration  # noqa: E402
-from sparse_attn.integrations.transformers import Selection, register, set_selection  # noqa: E402
+from sparse_attn.integrations.transformers import (  # noqa: E402
+    PagedCache,
+    Selection,
+    attention,
+    register,
+    set_selection,
+)
+from sparse_attn.serving.pages import OutOfPages  # noqa: E402
 
 register()
 COMMON = dict(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6)
@@ -140,14 +146,14 @@ def test_selection(monkeypatch) -> None:
     set_selection(ours, Selection(1.0, least=0))
     assert torch.equal(ours.generate(ids, **options), expected)
     attended = []
-    attend = integration.attend
+    attend = attention.attend
 
     def watched(*args, **kwargs):
         if kwargs["index_counts"] is not None:
             attended.append(kwargs["index_counts"])
         return attend(*args, **kwargs)
 
-    monkeypatch.setattr(integration, "attend", watched)
+    monkeypatch.setattr(attention, "attend", watched)
     set_selection(ours, Selection(0.25, keep_first=1, keep_last=3, least=0))
     ours.generate(ids, **options)
     lengths = torch.cat([counts.flatten() for counts in attended])
@@ -170,3 +176,61 @@ def test_refusals() -> None:
         ours(ids, attention_mask=torch.randn(1, 1, 9, 9))
     with pytest.raises(ValueError, match="Selection: ratio: expected a number above 0 and at most 1, got 0"):
         Selection(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_paged_cache(kind: str) -> None:
+    """A batch with padding on the left, in pages of 4 tokens, gives the tokens that eager attention gives."""
+    eager, ours = pair(kind)
+    ids = torch.randint(3, 97, (3, 12))
+    seen = torch.ones_like(ids)
+    seen[1, :4] = seen[2, :9] = 0
+    options = dict(attention_mask=seen, max_new_tokens=15, do_sample=False)
+    cache = PagedCache(ours.config, tokens=3 * 28, page_size=4)
+    got = ours.generate(ids, **options, cache=cache)
+    assert torch.equal(got, eager.generate(ids, **options))
+    assert cache.get_seq_length() == 26
+    cache.reset()
+    assert torch.equal(ours.generate(ids, **options, cache=cache), got)
+
+
+@torch.no_grad()
+def test_paged_cache_of_assisted_generation() -> None:
+    eager, ours = pair("llama")
+    assistant = tiny("llama", num_hidden_layers=1)
+    ids = torch.randint(3, 97, (1, 12))
+    options = dict(max_new_tokens=20, do_sample=False)
+    cache = PagedCache(ours.config, tokens=64, page_size=8)
+    got = ours.generate(ids, **options, assistant_model=assistant, cache=cache)
+    assert torch.equal(got, eager.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_paged_cache_in_int8() -> None:
+    """A quarter of the bytes of float32, and a scale of 2 bytes for each row and head; logits move little."""
+    eager, ours = pair("llama")
+    ids = torch.randint(3, 97, (2, 60))
+    expected = eager(ids).logits
+    cache = PagedCache(ours.config, tokens=128, format="int8", index_format="int4_index_h")
+    got = torch.cat([ours(part, cache=cache).logits for part in ids.split([40, 1, 1, 18], 1)], 1)
+    assert 0 < (got - expected).abs().max() < 0.05 * expected.std()
+    assert cache.nbytes == 3 * 128 * 2 * (2 * (8 + 2) + 4 + 2)
+    set_selection(ours, Selection(0.5, keep_first=1, keep_last=4, least=0, queries=0))
+    cache.reset()
+    sparse = ours(ids, cache=cache).logits
+    assert (sparse - expected).abs().max() > 0
+    assert torch.equal(sparse[:, :5].argmax(-1), expected[:, :5].argmax(-1))
+
+
+def test_paged_cache_refuses() -> None:
+    eager, ours = pair("llama")
+    ids = torch.randint(3, 97, (1, 9))
+    with pytest.raises(InvalidCall, match="attn_implementation: expected 'sparse_attn', got 'eager'"), torch.no_grad():
+        eager(ids, cache=PagedCache(eager.config, tokens=64))
+    with pytest.raises(OutOfPages), torch.no_grad():
+        ours(ids, cache=PagedCache(ours.config, tokens=8, page_size=8))
+    with pytest.raises(InvalidCall, match="PagedCache: beams"):
+        ours.generate(ids, num_beams=2, max_new_tokens=2, cache=PagedCache(ours.config, tokens=640))
+    with pytest.raises(InvalidCall, match="format: expected one of '', 'fp32', 'bf16', 'fp16', 'int8', got 'fp8_v32'"):
+        PagedCache(ours.config, tokens=8, format="fp8_v32")

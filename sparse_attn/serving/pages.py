@@ -97,6 +97,10 @@ class PageAllocator:
             if not self._references[page]:
                 self._free.append(page)
 
+    def known(self, sequence: Hashable) -> bool:
+        """Whether the sequence was begun and not freed."""
+        return sequence in self._sequences
+
     def entries(self, sequence: Hashable) -> int:
         """Entries the sequence holds."""
         return self._known(sequence).entries
@@ -106,10 +110,10 @@ class PageAllocator:
         return list(self._known(sequence).pages)
 
     def _known(self, sequence: Hashable) -> _Sequence:
-        if sequence not in self._sequences:
+        if not self.known(sequence):
             raise KeyError(f"no sequence {sequence!r}; add it first")
         return self._sequences[sequence]
 
     def _refuse_known(self, sequence: Hashable) -> None:
-        if sequence in self._sequences:
+        if self.known(sequence):
             raise ValueError(f"sequence {sequence!r} exists already; free it first")

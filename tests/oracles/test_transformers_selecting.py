@@ -12,9 +12,9 @@ from test_whole_models import model as whole
 from torch import nn
 
 from sparse_attn.checks import InvalidCall
-from sparse_attn.integrations import transformers as integration
+from sparse_attn.integrations.transformers import attention, register
 
-integration.register()
+register()
 NAMES = ["DeepSeek V3.2", "GLM-5", "MiniMax-M3", "DeepSeek V4"]
 
 
@@ -48,8 +48,8 @@ def test_the_selection_counts(name: str, monkeypatch) -> None:
     """So the tests above are some: attention that ignores the lists differs."""
     eager, ours = pair(name)
     ids = torch.randint(3, VOCABULARY, (1, 200))
-    attend = integration.attend
-    monkeypatch.setattr(integration, "attend", lambda *a, **k: attend(*a, **(k | dict(indices=None, select_block=1))))
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *a, **k: attend(*a, **(k | dict(indices=None, select_block=1))))
     assert (ours(ids).logits - eager(ids).logits).abs().max() > 0.1
 
 

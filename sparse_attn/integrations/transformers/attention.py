@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ``model.set_attn_implementation("sparse_attn")`` after one ``register()``.
+"""The attention implementation: what transformers calls for masks and for each layer.
 
 The keys and values of any cache are read where they lie: a batch of ``[B, heads, length, D]`` is a plane of B pages.
 Causality and padding become ranges of entries, other masks lists of entries, and the lists that a model finds itself
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask
 
-from .. import attend, select
-from ..checks import InvalidCall, expect
+from ... import attend, select
+from ...checks import InvalidCall, expect
 
 NAME = "sparse_attn"
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -161,7 +161,8 @@ def attention(
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     expect(not gradient, "attention", "query", "no gradient", "requires_grad", "use torch.no_grad()")
     batch, q_heads, queries, _ = query.shape
-    length = key.shape[2]
+    entries: Entries = getattr(key, "sparse_attn_entries", None) or dense_planes(key, value)
+    length = entries.length
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
 
     indices, select_block = listed(module, kwargs, batch, queries)
@@ -174,19 +175,15 @@ def attention(
         seq_lens=torch.full((batch,), length, dtype=torch.int32, device=query.device),
         max_seqlen_q=queries,
         max_seq_len=length,
-    )
-    plane: dict[str, Any] = dict(
-        page_table=torch.arange(batch, dtype=torch.int32, device=query.device)[:, None],
+        page_table=entries.page_table,
         kv_range=ranges.flatten(0, 1),
-        format=FORMATS[key.dtype],
     )
     q = query.transpose(1, 2).flatten(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys, values = rows(key), rows(value)
     counts = None
     selection: Selection | None = getattr(module, "sparse_attn_selection", None)
     if selection is not None and indices is None and causal and kwargs.get("sliding_window") is None:
-        chosen = choose(selection, q, keys, scale, sequences, plane)
+        chosen = choose(selection, q, entries.index, scale, sequences)
         if chosen is not None:
             indices, counts = chosen
     sinks = kwargs.get("s_aux")
@@ -195,9 +192,12 @@ def attention(
         **sequences,
         scale=scale,
         v_dim=value.shape[-1],
-        kv=keys,
-        v=values,
-        **plane,
+        kv=entries.keys.rows,
+        kv_scale=entries.keys.scale,
+        v=entries.values.rows,
+        v_scale=entries.values.scale,
+        format=entries.keys.format,
+        v_format=entries.values.format,
         indices=indices,
         index_counts=counts,
         select_block=select_block,
@@ -207,10 +207,36 @@ def attention(
     return out.view(batch, queries, q_heads, -1), None
 
 
-def rows(x: Tensor) -> Tensor:
-    """``[B, heads, L, D]`` as the plane ``[B, L, heads, D]``, without a copy where elements of a row lie together."""
-    x = x.transpose(1, 2)
-    return x if x.stride(-1) == 1 else x.contiguous()
+@dataclass
+class Rows:
+    """A plane ``[pages, page_size, heads, D]`` and, in formats that have one, its scale plane."""
+
+    rows: Tensor
+    format: str
+    scale: Tensor | None = None
+
+
+@dataclass
+class Entries:
+    """Where keys and values of ``length`` tokens of one layer lie, and the rows that a selection scores. A
+    ``PagedCache`` hands it over as ``sparse_attn_entries`` of the keys."""
+
+    keys: Rows
+    values: Rows
+    index: Rows
+    page_table: Tensor
+    length: int
+
+
+def dense_planes(key: Tensor, value: Tensor) -> Entries:
+    """``[B, heads, L, D]`` as planes of B pages, without a copy where elements of a row lie together."""
+
+    def plane(x: Tensor) -> Rows:
+        x = x.transpose(1, 2)
+        return Rows(x if x.stride(-1) == 1 else x.contiguous(), FORMATS[x.dtype])
+
+    keys, table = plane(key), torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
+    return Entries(keys, plane(value), keys, table, key.shape[2])
 
 
 def listed(module: nn.Module, kwargs: dict[str, Any], batch: int, queries: int) -> tuple[Tensor | None, int]:
@@ -271,12 +297,12 @@ def visible_of(attention_mask: Tensor, batch: int, queries: int, length: int) ->
 
 
 def choose(
-    selection: Selection, q: Tensor, keys: Tensor, scale: float, sequences: dict[str, Any], plane: dict[str, Any]
+    selection: Selection, q: Tensor, index: Rows, scale: float, sequences: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
     """Lists ``[T, Hkv, K]`` and their lengths; None where everything is attended."""
     if 0 < selection.queries < sequences["max_seqlen_q"]:
         return None
-    ranges = plane["kv_range"]
+    ranges = sequences["kv_range"]
     count = (ranges[:, 1] - ranges[:, 0]).clamp(min=0)
     least = max(selection.least, selection.keep_first + selection.keep_last)
     budget = (count * selection.ratio).ceil().int().clamp(min=least)
@@ -286,13 +312,14 @@ def choose(
     chosen = select(
         q,
         None,
-        keys=keys,
+        keys=index.rows,
+        key_scale=index.scale,
+        format=index.format,
         k=most,
         scale=scale,
         **sequences,
-        **plane,
         score="softmax_sum",
-        out_heads=keys.shape[2],
+        out_heads=index.rows.shape[2],
         keep_first=selection.keep_first,
         keep_last=selection.keep_last,
         row_k=budget,

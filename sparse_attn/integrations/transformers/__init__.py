@@ -1,0 +1,6 @@
+"""Hugging Face transformers: ``model.set_attn_implementation("sparse_attn")`` after one ``register()``."""
+
+from .attention import Selection, register, set_selection
+from .cache import PagedCache
+
+__all__ = ["PagedCache", "Selection", "register", "set_selection"]

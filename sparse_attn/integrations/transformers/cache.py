@@ -1,0 +1,157 @@
+"""A cache of transformers in paged planes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ... import store
+from ...checks import InvalidCall, expect
+from ...layout import FORMATS as LAYOUTS
+from ...layout import names
+from ...serving.pages import PageAllocator
+from .attention import FORMATS, FROM_THE_FIRST_SLOT, NAME, Entries, Rows
+
+
+class PagedCache(Cache):
+    """Keys and values of a dense model in paged planes, for ``generate(..., cache=cache)``.
+
+    A batch of any size shares the pages. ``crop`` works, so assisted generation does; beams, which share and copy
+    sequences, are refused. Layers with a sliding window keep every token.
+
+    Args:
+        config: the model's, with ``attn_implementation="sparse_attn"``.
+        tokens: that fit, of all sequences together, padding included.
+        format: of keys and values: ``""`` (as the model computes them), or a format of plain rows or ``"int8"``.
+        index_format: of a copy of the keys that a selection scores (``"int8_index_h"``, ``"int4_index_h"``); ``""``
+            for none: it scores the keys themselves.
+        page_size: tokens of a page.
+
+    Raises:
+        InvalidCall: for a model whose cache holds something else than keys and values.
+    """
+
+    def __init__(self, config: Any, tokens: int, format: str = "", index_format: str = "", page_size: int = 64) -> None:
+        config = config.get_text_config(decoder=True)
+        other = any(getattr(config, name, None) for name in ("kv_lora_rank", "index_topk", "compress_ratios"))
+        other = other or config.model_type in FROM_THE_FIRST_SLOT
+        kind = config.model_type
+        expect(
+            not other, "PagedCache", "config", "a model whose cache holds keys and values", kind, "use its own cache"
+        )
+        kv, index = ("", *names("kv", packed=False)), ("", *names("index", packed=False))
+        expect(format in kv, "PagedCache", "format", f"one of {', '.join(map(repr, kv))}", repr(format))
+        expect(
+            index_format in index,
+            "PagedCache",
+            "index_format",
+            f"one of {', '.join(map(repr, index))}",
+            repr(index_format),
+        )
+        self.config = config
+        self.pages = PageAllocator(-(-tokens // page_size), page_size)
+        layers = [PagedLayer(self, format, index_format) for _ in range(config.num_hidden_layers)]
+        super().__init__(layers=layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        planes = [plane for layer in self.layers for plane in layer.stored()]
+        return sum(p.rows.nbytes + (0 if p.scale is None else p.scale.nbytes) for p in planes)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        implementation = self.config._attn_implementation
+        do = "call model.set_attn_implementation"
+        expect(implementation == NAME, "PagedCache", "attn_implementation", repr(NAME), repr(implementation), do)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def slots(self, batch: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Slots of tokens ``[start, start + count)`` of every sequence, int64 ``[B * count]``, and the page table."""
+        for b in range(batch):
+            if not self.pages.known(b):
+                self.pages.add(b)
+            self.pages.extend(b, max(start + count - self.pages.entries(b), 0))
+        table = torch.tensor([self.pages.page_table(b) for b in range(batch)], dtype=torch.int32, device=device)
+        entries = torch.arange(start, start + count, device=device)
+        size = self.pages.page_size
+        slots = table[:, entries // size].long() * size + entries % size
+        return slots.flatten(), table
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a ``PagedCache``."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: PagedCache, format: str, index_format: str) -> None:
+        super().__init__()
+        self.cache, self.format, self.index_format = cache, format, index_format
+        self.length = 0
+        self.key_plane: Rows | None = None
+        self.value_plane: Rows | None = None
+        self.index_plane: Rows | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def plane(rows: Tensor, format: str) -> Rows:
+            layout = LAYOUTS[format or FORMATS[rows.dtype]]
+            pages, size = self.cache.pages.pages, self.cache.pages.page_size
+            shape = layout.shape(pages, size, rows.shape[1], rows.shape[3])
+            new = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=rows.device)
+            scales = layout.scale_dtype and torch.zeros(shape[:3], dtype=torch.half, device=rows.device)
+            return Rows(new, layout.name, scales if layout.scale_dtype else None)  # type: ignore[arg-type]
+
+        self.key_plane, self.value_plane = plane(key_states, self.format), plane(value_states, self.format)
+        self.index_plane = plane(key_states, self.index_format) if self.index_format else None
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the step's rows. What is returned tells ``attention`` where all of them lie."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch, _, count, _ = key_states.shape
+        slots, table = self.cache.slots(batch, self.length, count, key_states.device)
+        for plane, rows in zip(self.stored(), (key_states, value_states, key_states), strict=False):
+            flat = rows.transpose(1, 2).flatten(0, 1)
+            store(flat, plane.rows, slots, scale=plane.scale, format=plane.format)
+        self.length += count
+        keys, values = self.stored()[:2]
+        entries = Entries(keys, values, self.index_plane or keys, table, self.length)
+        handed = key_states.view_as(key_states)
+        handed.sparse_attn_entries = entries  # type: ignore[attr-defined]
+        return handed, value_states
+
+    def stored(self) -> list[Rows]:
+        """Planes of keys and values, and of the index if there is one."""
+        return [p for p in (self.key_plane, self.value_plane, self.index_plane) if p is not None]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens, ``-tokens_to_remove`` of them."""
+        expect(
+            -self.length <= tokens_to_remove <= 0, "crop", "tokens_to_remove", f"-{self.length} to 0", tokens_to_remove
+        )
+        self.length += tokens_to_remove
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise InvalidCall("PagedCache: beams: expected none, got a reordering; use the model's own cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise InvalidCall("PagedCache: sequences: expected as many as before, got copies; use the model's own cache")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise InvalidCall("PagedCache: sequences: expected as many as before, got some; use the model's own cache")
