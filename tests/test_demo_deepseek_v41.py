@@ -19,6 +19,7 @@ from sparse_attn.demo.deepseek_v41 import Attention, Cache, Config
 from sparse_attn.demo.deepseek_v41_run import random_inputs, random_layers, scored
 from sparse_attn.models import PRESETS, Selection, deepseek_v41
 from sparse_attn.ops import Selected
+from sparse_attn.serving.pages import OutOfPages
 
 SELECTION = Selection(6, 8, 128, candidate_k=3, candidate_block=4, weighted=True, score_dtype="bf16")
 CONFIG = Config(hidden=32, q_lora=32, o_groups=2, o_lora=16, positions=128)
@@ -229,6 +230,20 @@ def test_refusals(call: Callable[[Cache], object], message: str) -> None:
     cache.step({"a": 16})
     with pytest.raises(ValueError, match=message):
         call(cache)
+
+
+def test_a_step_without_room_changes_no_length() -> None:
+    cache = make()
+    cache.add("b")
+    feed(cache, "a", 0, 21)
+    for _ in range(9):
+        cache.step({"b": 24})
+    with pytest.raises(OutOfPages):
+        cache.step({"a": 2, "b": 24})
+    assert cache.lengths == {"a": 21, "b": 216}
+    alone = make()
+    feed(alone, "a", 0, 21)
+    assert all_same(decode(cache, "a", 21, 24), decode(alone, "a", 21, 24))
 
 
 # --- The command -----------------------------------------------------------------------------------------------------

@@ -184,15 +184,13 @@ class Cache:
         self.lengths[sequence] = self._shared[sequence] = 0
 
     def step(self, new: Mapping[Hashable, int]) -> Step:
-        """Make room for so many more tokens of each sequence."""
-        spans = []
-        for sequence, tokens in new.items():
-            start = self.lengths[sequence]
+        """Make room for so many more tokens of each sequence. If that fails, no sequence is longer."""
+        spans = [(self.lengths[sequence], self.lengths[sequence] + tokens) for sequence, tokens in new.items()]
+        for (sequence, tokens), (_, end) in zip(new.items(), spans, strict=True):
             if tokens > self.max_step:
                 raise ValueError(f"expected at most {self.max_step} tokens of sequence {sequence!r}, got {tokens}")
-            self.pages.extend(sequence, max(start + tokens - self.pages.entries(sequence), 0))
-            self.lengths[sequence] = start + tokens
-            spans.append((start, start + tokens))
+            self.pages.extend(sequence, max(end - self.pages.entries(sequence), 0))
+        self.lengths.update({sequence: end for sequence, (_, end) in zip(new, spans, strict=True)})
         rows = Rows.of(spans)
         tables = [self.pages.page_table(sequence) for sequence in new]
         width = max(map(len, tables))
