@@ -217,8 +217,13 @@ def test_two_sequences_in_a_step() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda cache: cache.step({"a": 25}), "at most 24 tokens of sequence 'a', got 25"),
-        (lambda cache: cache.rewind("a", DRAFTS + 1), "take back 0 to 5 tokens, none of them shared, got 6"),
+        (lambda cache: cache.step({"a": 25}), "'a': expected 1 to 24 tokens, got 25"),
+        (lambda cache: cache.step({"a": 0}), "expected 1 to 24 tokens, got 0"),
+        (lambda cache: cache.rewind("a", DRAFTS + 1), "take back at most 5 of its newest tokens.* got 6"),
+        (lambda cache: cache.rewind("a", -1), "got -1"),
+        (lambda cache: (cache.rewind("a", 3), cache.rewind("a", 3)), "got 3"),
+        (lambda cache: (cache.rewind("a", 5), cache.step({"a": 1}), cache.rewind("a", 2)), "got 2"),
+        (lambda cache: (cache.rewind("a", 5), cache.resume("b", cache.preempt("a")), cache.rewind("b", 1)), "got 1"),
         (lambda cache: (cache.fork("a", "b"), cache.rewind("b", 1)), "none of them shared, got 1"),
         (lambda cache: (cache.fork("a", "b"), cache.rewind("a", 1)), "none of them shared, got 1"),
         (lambda cache: (cache.rewind("a", 1), cache.fork("a", "b")), "full pages, got 15 tokens after a rewind"),
@@ -240,7 +245,7 @@ def test_a_step_without_room_changes_no_length() -> None:
         cache.step({"b": 24})
     with pytest.raises(OutOfPages):
         cache.step({"a": 2, "b": 24})
-    assert cache.lengths == {"a": 21, "b": 216}
+    assert {name: tokens.now for name, tokens in cache.sequences.items()} == {"a": 21, "b": 216}
     alone = make()
     feed(alone, "a", 0, 21)
     assert all_same(decode(cache, "a", 21, 24), decode(alone, "a", 21, 24))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -136,6 +136,23 @@ class Step:
         return Rows.of(self.spans, ratio)
 
 
+@dataclass
+class Tokens:
+    """How long a sequence is; how long it ever was, as rings reach back from there; and how much of it is shared."""
+
+    now: int = 0
+    most: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A preempted sequence: its length, and copies of its pages in every plane."""
+
+    tokens: Tokens
+    pages: list[Tensor]
+
+
 class Cache:
     """The planes of every layer, and which of their pages belong to each sequence.
 
@@ -154,8 +171,7 @@ class Cache:
         self.model, self.max_step, self.max_rewind = model, max_step, max_rewind
         self.pages = PageAllocator(pages_for(tokens, page_size), page_size)
         self.rings = PageAllocator(sequences, 1)
-        self.lengths: dict[Hashable, int] = {}
-        self._shared: dict[Hashable, int] = {}  # tokens in pages that another sequence may read
+        self.sequences: dict[Hashable, Tokens] = {}
         self.planes: list[dict[str, Tensor]] = [
             {plane.kind: self._plane(plane) for plane in layer.planes} for layer in model.layers
         ]
@@ -181,16 +197,20 @@ class Cache:
         self.pages.add(sequence)
         self.rings.add(sequence)
         self.rings.extend(sequence, 1)
-        self.lengths[sequence] = self._shared[sequence] = 0
+        self.sequences[sequence] = Tokens()
 
     def step(self, new: Mapping[Hashable, int]) -> Step:
         """Make room for so many more tokens of each sequence. If that fails, no sequence is longer."""
-        spans = [(self.lengths[sequence], self.lengths[sequence] + tokens) for sequence, tokens in new.items()]
-        for (sequence, tokens), (_, end) in zip(new.items(), spans, strict=True):
-            if tokens > self.max_step:
-                raise ValueError(f"expected at most {self.max_step} tokens of sequence {sequence!r}, got {tokens}")
-            self.pages.extend(sequence, max(end - self.pages.entries(sequence), 0))
-        self.lengths.update({sequence: end for sequence, (_, end) in zip(new, spans, strict=True)})
+        spans = []
+        for sequence, tokens in new.items():
+            if not 1 <= tokens <= self.max_step:
+                raise ValueError(f"sequence {sequence!r}: expected 1 to {self.max_step} tokens, got {tokens}")
+            start = self.sequences[sequence].now
+            spans.append((start, start + tokens))
+            self.pages.extend(sequence, max(start + tokens - self.pages.entries(sequence), 0))
+        for sequence, (_, end) in zip(new, spans, strict=True):
+            held = self.sequences[sequence]
+            held.now, held.most = end, max(held.most, end)
         rows = Rows.of(spans)
         tables = [self.pages.page_table(sequence) for sequence in new]
         width = max(map(len, tables))
@@ -206,24 +226,25 @@ class Cache:
 
     def rewind(self, sequence: Hashable, tokens: int) -> None:
         """Forget the newest ``tokens`` of a sequence (rejected drafts). Nothing is moved: they are written over."""
-        kept = self.lengths[sequence] - tokens
-        if not 0 <= tokens <= self.max_rewind or kept < self._shared[sequence]:
+        held = self.sequences[sequence]
+        kept = held.now - tokens
+        if not max(held.most - self.max_rewind, held.shared) <= kept <= held.now:
             raise ValueError(
-                f"sequence {sequence!r}: expected to take back 0 to {self.max_rewind} tokens, none of them shared, "
-                f"got {tokens}"
+                f"sequence {sequence!r}: expected to take back at most {self.max_rewind} of its newest tokens, "
+                f"none of them shared, got {tokens}"
             )
-        self.lengths[sequence] = kept
+        held.now = kept
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Begin ``child`` with the tokens of ``parent``, which must fill its pages: these are shared, rings copied."""
-        if self.lengths[parent] != self.pages.entries(parent):
-            raise ValueError(
-                f"sequence {parent!r}: expected full pages, got {self.lengths[parent]} tokens after a rewind"
-            )
+        held = self.sequences[parent]
+        if held.now != self.pages.entries(parent):
+            raise ValueError(f"sequence {parent!r}: expected full pages, got {held.now} tokens after a rewind")
         self.pages.fork(parent, child)
         self.rings.add(child)
         self.rings.extend(child, 1)
-        self.lengths[child] = self._shared[child] = self._shared[parent] = self.lengths[parent]
+        held.shared = held.now
+        self.sequences[child] = replace(held)
         (there,), (here,) = self.rings.page_table(parent), self.rings.page_table(child)
         for plane in self._of_kinds(ring=True):
             plane[here] = plane[there]
@@ -232,22 +253,20 @@ class Cache:
         """End a sequence."""
         self.pages.free(sequence)
         self.rings.free(sequence)
-        del self.lengths[sequence], self._shared[sequence]
+        del self.sequences[sequence]
 
-    def preempt(self, sequence: Hashable) -> tuple[int, list[Tensor]]:
-        """End a sequence, for now. Returns what ``resume`` needs: its length, and copies of its pages."""
-        saved = [plane[pages].clone() for plane, pages in self._held(sequence)]
-        length = self.lengths[sequence]
+    def preempt(self, sequence: Hashable) -> Saved:
+        """End a sequence, for now."""
+        saved = Saved(self.sequences[sequence], [plane[pages].clone() for plane, pages in self._held(sequence)])
         self.free(sequence)
-        return length, saved
+        return saved
 
-    def resume(self, sequence: Hashable, saved: tuple[int, list[Tensor]]) -> None:
-        """Go on with a preempted sequence, in whatever pages are free now."""
-        length, planes = saved
+    def resume(self, sequence: Hashable, saved: Saved) -> None:
+        """Go on with a preempted sequence, in whatever pages are free now. None of them is shared."""
         self.add(sequence)
-        self.pages.extend(sequence, length)
-        self.lengths[sequence] = length
-        for (plane, pages), rows in zip(self._held(sequence), planes, strict=True):
+        self.pages.extend(sequence, saved.tokens.now)
+        self.sequences[sequence] = replace(saved.tokens, shared=0)
+        for (plane, pages), rows in zip(self._held(sequence), saved.pages, strict=True):
             plane[pages] = rows[: len(pages)]
 
     def _held(self, sequence: Hashable) -> list[tuple[Tensor, list[int]]]:
