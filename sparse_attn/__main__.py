@@ -1,4 +1,4 @@
-"""``python -m sparse_attn``: doctor, support, demo, version."""
+"""``python -m sparse_attn``: doctor, plan, support, demo, version."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ def main(argv: list[str] | None = None) -> int:
         from .doctor import main as doctor
 
         return doctor(argv[1:])
+    if argv[:1] == ["plan"]:
+        from .plan import main as plan
+
+        return plan(argv[1:])
     if argv[:1] == ["support"]:
         from .support import main as support
 
@@ -24,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparse_attn", description="Sparse attention.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("doctor", help="what this machine has, and which kernels run on it")
+    commands.add_parser("plan", help="what a model's cache costs and buys on a device, and what binds")
     commands.add_parser("support", help="what each kernel can do: [OP] [--json | --markdown]")
     commands.add_parser("demo", help="a language model on sparse attention, and a report")
     commands.add_parser("version", help="print the version")

@@ -483,5 +483,6 @@ PRESETS: dict[str, Model] = {
         _minimax_m3(),
         gqa("llama-3.1-8b", 32, 32, 8, 128),
         gqa("qwen3-8b", 36, 32, 8, 128),
+        gqa("smollm2-135m", 30, 9, 3, 64),
     )
 }

@@ -456,6 +456,15 @@ class Counter:
         rules = dict.fromkeys(rule for rules in self._whole.values() for rule in rules)
         self._tables = {rule: table(rule) for rule in rules}
 
+    @property
+    def settled(self) -> int:
+        """From so many tokens on, every count of a decode step grows by the same amount each ``period`` tokens."""
+        return max(rule.settled for rule in self._tables)
+
+    @property
+    def period(self) -> int:
+        return lcm(*(rule.period for rule in self._tables))
+
     def __call__(self, spans: Sequence[Span], runs: Sequence[Span] = ()) -> Counts:
         """Counts of a step with these sequences. A span of ``runs`` stands for as many steps as it has tokens."""
         sums = self._sums(spans, runs)
