@@ -20,6 +20,8 @@ from test_attend import SHAPES
 
 import sparse_attn
 from sparse_attn import layout, library, registry
+from sparse_attn.codecs import to_bytes
+from sparse_attn.planes import Plane
 
 ROOT = Path(__file__).parent.parent
 NATIVE = [impl for impl in registry.implementations() if impl.backend == "cpu_native"]
@@ -84,6 +86,81 @@ def test_any_dimensions(isa: str, dims: tuple[int, int], dtype: str, format: str
     for q_heads in (1, 16):
         options = dict(q_heads=q_heads, qk_dim=qk_dim, v_dim=v_dim, dtype=dtype, format=format)
         cases.assert_agrees(IMPL, *cases.attend(**options, kv_heads=1, lengths=(40,), rows=(3,), padding=0))
+
+
+@pytest.mark.parametrize("format", layout.names("kv", packed=True))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_packed_formats(isa: str, dtype: str, format: str) -> None:
+    """Few and many heads, tiles of which rows see parts, lists, pages that end within a tile, either plane."""
+    dim = layout.FORMATS[format].dim
+    shared: dict[str, Any] = dict(dtype=dtype, format=format, win_format=format, kv_heads=1, qk_dim=dim, v_dim=512)
+    shared |= dict(lengths=(70, 9))
+    for q_heads, planes, rows in ((1, "main+window", (3, 1)), (17, "window", (4, 1)), (128, "main", (2, 0))):
+        call = cases.attend(**shared, q_heads=q_heads, planes=planes, rows=rows, page_size=16, win_page_size=9)
+        cases.assert_agrees(IMPL, *call)
+    shared |= dict(v_dim=45, q_heads=9, planes="main+window", sinks=True, ratio=2)
+    lists = dict(index_heads=1, selected=66, window=66)
+    cases.assert_agrees(IMPL, *cases.attend(**shared, **lists, rows=(1, 2)))
+
+
+@pytest.mark.parametrize("format", ["fp8_v4", "fp8_v4_planar", "fp8_v41", "fp4_v41_planar"])
+def test_pages_of_a_larger_pool(isa: str, format: str) -> None:
+    """Pages of a packed plane may be views into other memory, at any distance."""
+    f = layout.FORMATS[format]
+    leading, kwargs = cases.attend(
+        format=format, q_heads=2, kv_heads=1, qk_dim=512, v_dim=512, lengths=(40,), rows=(1,)
+    )
+    plane = kwargs["kv"]
+    pool = torch.full((len(plane), 3, f.page_bytes(4) + 7), 0xFF, dtype=torch.uint8)
+    pages = pool[:, 1, 5 : 5 + f.page_bytes(4)]
+    view = pages if f.planar else pages.unflatten(1, (4, 1, -1))
+    view.copy_(plane)
+    assert view.stride(0) != plane.stride(0)
+    cases.assert_same_bits(cases.run(IMPL, leading, dict(kwargs, kv=view)), cases.run(IMPL, leading, kwargs))
+
+
+@pytest.mark.parametrize("format", layout.names("kv", packed=True))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_number_of_a_packed_row(isa: str, dtype: str, format: str) -> None:
+    """One entry a row, and queries of zeros or of a single one: outputs are its values, the lse one of its elements."""
+    f, g = layout.FORMATS[format], torch.Generator().manual_seed(0)
+    codec, entries = f.codec, 64
+    plane = Plane(torch.zeros(f.shape(16, 4, 1, f.dim), dtype=torch.uint8), format, page_size=4)
+    at = plane.at(torch.arange(entries))
+    values = torch.randint(256, (entries, f.codec.dim * f.bits // 8), generator=g).to(torch.uint8)
+    groups = torch.arange(entries)[:, None] + 11 * torch.arange(codec.dim // codec.group)
+    if codec.element == "e4m3":
+        values[values & 127 == 127] = 0  # NaN
+    scales = {
+        "e8m0": (groups % 254 + 1).to(torch.uint8),
+        "e4m3": (groups % 126 + 1).to(torch.uint8),
+        "bf16": to_bytes("bf16", 2.0 ** (groups % 20 - 10) * torch.rand(groups.shape, generator=g)),
+        "fp32": to_bytes("fp32", 2.0 ** (groups % 20 - 10) * (1 + (groups % 3) / 7)),
+    }[codec.scale]
+    if codec.scale == "e8m0":  # what float32 and bf16 hold as normal numbers
+        large, small = ((s.repeat_interleave(codec.group, 1)) for s in (scales > 246, scales < 10))
+        values[large] &= 0xBF
+        values[small] |= 0x40
+        values[values & 127 == 127] = 0x40
+    rope = to_bytes("bf16", torch.randn(entries, codec.rope, generator=g)) if codec.rope else None
+    plane.write(at, {"values": values, "scales": scales, "rope": rope})
+    rows = plane.rows(at)[:, 0]
+    assert rows.isfinite().all()
+
+    q = torch.zeros(entries, 2, f.dim, dtype=cases.DTYPES[dtype])
+    picked = torch.arange(entries) * (f.dim // entries) + 5
+    q[torch.arange(entries), 1, picked] = 1.0
+    starts, lens = torch.tensor([0, entries], dtype=torch.int32), torch.tensor([entries], dtype=torch.int32)
+    options: dict[str, Any] = dict(
+        kv=plane.data, format=format, page_size=4, page_table=torch.arange(16, dtype=torch.int32)[None]
+    )
+    options |= dict(indices=torch.arange(entries, dtype=torch.int32)[:, None, None], return_lse=True)
+    out, lse = sparse_attn.attend(q, starts, lens, 1.0, 512, entries, entries, **options, backend="cpu_native")
+    expected = rows.to(q.dtype)
+    assert torch.equal(out[:, 0], expected[:, :512]) and (lse[:, 0] == 0).all()
+    keys = expected.float() if isa == "avx512_bf16" else rows  # the others compute in float32
+    wanted = keys[torch.arange(entries), picked]
+    torch.testing.assert_close(lse[:, 1], wanted, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("q_heads", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 48, 127, 128])

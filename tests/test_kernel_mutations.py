@@ -28,12 +28,14 @@ import compressions
 import merges
 import pytest
 import test_attend
+import test_attend_formats
 import test_compressions
 import test_formats
 import test_merge
 import test_mutations
 import test_same_bytes
 import test_select
+import test_select_formats
 import test_select_merge
 import test_store
 import torch
@@ -51,11 +53,13 @@ OTHER_ISAS = "".join(
     for isa in ("Avx2", "Avx512", "Avx512Bf16")
 )
 INCLUDED_BY = {"../common/encode.h": ["entry.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
+INCLUDED_BY |= {"plane.h": ["arguments.cpp"], "convert.h": ["attend_portable.cpp", "select_portable.cpp"]}
 INCLUDED_BY |= dict.fromkeys(("select_kernel.h", "select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
 
 # probe: what notices the fault
 LINES, NAN, POOL, HOSTILE, LONG, SELECT = "lines", "nan", "pool", "hostile", "long", "select"
 STORE, MERGE, SELECT_MERGE, COMPRESS = "store", "merge", "select_merge", "compress"
+PACKED, PACKED_SELECT = "packed", "packed select"
 
 # (fault, file, text, what stands there instead, probe)
 FAULTS = [
@@ -145,7 +149,22 @@ FAULTS = [
     ("last unit forgotten", "select_kernel.h", "units_[r].finish(spare);", "", SELECT),
     ("each entry once in a sum", "select_kernel.h", "static_cast<double>(high - low);", "1;", SELECT),
     ("mean of too many", "select_kernel.h", "end < entries.high ? end : entries.high", "end", SELECT),
-    ("index scale dropped", "select_kernel.h", "if (p_.keys.k_scale.dim > 0)", "if (false)", SELECT),
+    ("index scale dropped", "select_kernel.h", "if (scales_rows()) key_scale_", "if (false) key_scale_", SELECT),
+    ("halves of a byte swapped", "simd.h", ">> 4 * (i % 2) & 15", ">> 4 * (1 - i % 2) & 15", PACKED),
+    ("scale of the neighbouring group", "convert.h", "* scales.of(i / group));", "* scales.of(i / group ^ 1));",
+     PACKED),
+    ("denormals of e4m3 are zero", "simd.h", "< broadcast_int(8) ? denormal", "< broadcast_int(8) ? Floats{}", PACKED),
+    ("e8m0 of another bias", "simd.h", "(0x00400000) : x << 23", "(0x00400000) : (x + 1) << 23", PACKED),
+    ("parts of a planar page in its first entry", "plane.h", "planar(format) ? place.step : entry_stride",
+     "planar(format) ? 0 : entry_stride", PACKED),
+    ("planar scales where the last entry ends", "plane.h", "rows.data = data + place.first;",
+     "rows.data = data + place.first - (planar(format) && which == Part::kScales ? place.step : 0);", PACKED),
+    ("rope elements before the others", "plane.h", "part(Part::kRope, ", "part(Part::kValues, ", PACKED),
+    ("rope elements at the start of the row", "attend_kernel.h", "rope.dim, to + plane.k.dim", "rope.dim, to", PACKED),
+    ("an index of every group takes the first's scale", "convert.h", "* scales.of(i / group));", "* scales.of(0));",
+     PACKED_SELECT),
+    ("scale of a planar index row dropped", "select_kernel.h", "if (scales_rows()) key_scale_", "if (false) key_scale_",
+     PACKED_SELECT),
     ("budgets of rows ignored", "select.cpp", "p.row_k ? std::min", "false ? std::min", SELECT),
     ("candidates of the first list", "select.cpp", "(p.candidate_heads > 1 ? list : 0)", "0", SELECT),
     ("candidates listed twice", "select.cpp", "blocks.erase(std::unique(", "if (false) blocks.erase(std::unique(",
@@ -293,6 +312,20 @@ def probe_select_merge() -> None:
         test_select_merge.test_hostile_values(impl, order)
 
 
+def probe_packed() -> None:
+    import test_cpu_native  # needs a built module
+
+    for format in ("fp8_v4", "fp8_v4_planar", "fp8_v41_planar", "fp4_v41", "int8_v32"):
+        test_cpu_native.test_every_number_of_a_packed_row("portable", "float32", format)
+    test_attend_formats.test_every_packed_format_is_read(native, "fp8_v4_planar")
+
+
+def probe_packed_select() -> None:
+    impl = next(impl for impl in registry.implementations("select") if impl.backend == "cpu_native")
+    for format in ("fp8_index_planar", "int8_index", "fp4_index", "fp4_index_planar"):
+        test_select_formats.test_equals_select_on_the_numbers(impl, format, "values")
+
+
 def probe_select() -> None:
     impl = next(impl for impl in registry.implementations("select") if impl.backend == "cpu_native")
     test_select.test_equal_scores_go_to_the_lowest_index(impl, 512)
@@ -333,6 +366,8 @@ PROBES: dict[str, Callable[[], None]] = {
     SELECT_MERGE: probe_select_merge,
     SELECT: probe_select,
     COMPRESS: probe_compress,
+    PACKED: probe_packed,
+    PACKED_SELECT: probe_packed_select,
 }
 
 

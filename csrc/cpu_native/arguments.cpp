@@ -93,7 +93,8 @@ class TensorView {
   py::handle tensor_;
 };
 
-PagedRows paged_rows(py::handle tensor, Format format, int64_t dim, int64_t bytes) {
+// Rows of `items` items of `bytes` bytes.
+PagedRows paged_rows(py::handle tensor, Number type, int64_t items, int64_t bytes) {
   PagedRows rows;
   const TensorView view(tensor);
   if (!view.given()) return rows;
@@ -103,19 +104,19 @@ PagedRows paged_rows(py::handle tensor, Format format, int64_t dim, int64_t byte
   rows.page_stride = strides[0];
   rows.entry_stride = strides[1];
   rows.head_stride = strides[2];
-  rows.dim = static_cast<int32_t>(dim);
-  rows.format = format;
+  rows.dim = static_cast<int32_t>(items * bytes * 8 / number_bits(type));
+  rows.type = type;
   return rows;
 }
 
-PagedRows paged_rows(py::handle tensor, Format format) {
+PagedRows paged_rows(py::handle tensor, Number type) {
   const TensorView view(tensor);
   int64_t sizes[4] = {0, 0, 0, 0};
   if (view.given()) view.sizes(4, sizes);
-  return paged_rows(tensor, format, sizes[3], element_bytes(format));
+  return paged_rows(tensor, type, sizes[3], (number_bits(type) + 7) / 8);
 }
 
-PagedRows paged_scales(py::handle tensor) { return paged_rows(tensor, Format::kFp16, 1, 2); }
+PagedRows paged_scales(py::handle tensor) { return paged_rows(tensor, Number::kFp16, 1, 2); }
 
 void read_indices(py::handle tensor, PlaneParams* plane) {
   const TensorView view(tensor);
@@ -129,12 +130,30 @@ void read_indices(py::handle tensor, PlaneParams* plane) {
   plane->indices = view.data<const int32_t>();
 }
 
-void read_pages(py::handle plane_tensor, py::handle table_tensor, PlaneParams* plane) {
-  int64_t sizes[2], strides[1];
-  const TensorView rows(plane_tensor), table(table_tensor);
-  rows.sizes(2, sizes);
+// Reads a plane's rows and scales, and how many pages, entries a page and heads it has. `page_size`
+// counts in planar formats only, which do not show it.
+int32_t read_plane(py::handle tensor, Format format, py::handle scale, py::handle page_size,
+                   PlaneParams* plane) {
+  const TensorView view(tensor);
+  int64_t sizes[3] = {0, 0, 1}, strides[2] = {0, 0};
+  view.sizes(planar(format) ? 1 : 3, sizes);
+  if (planar(format)) sizes[1] = integer(page_size);
+  plane->given = true;
   plane->pages = sizes[0];
   plane->page_size = sizes[1];
+  if (packed(format)) {
+    view.strides(planar(format) ? 1 : 2, 1, strides);
+    set_packed(plane, format, view.data<const char>(), sizes[1], strides[0], strides[1]);
+  } else {
+    plane->k = paged_rows(tensor, codec_of(format).element);
+    plane->k_scale = paged_scales(scale);
+  }
+  return static_cast<int32_t>(sizes[2]);
+}
+
+void read_page_table(py::handle tensor, PlaneParams* plane) {
+  int64_t sizes[2], strides[1];
+  const TensorView table(tensor);
   table.sizes(2, sizes);
   table.strides(1, 1, strides);
   plane->page_table = table.data<const int32_t>();
@@ -179,38 +198,33 @@ AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Form
     PlaneParams& main = p.main;
     const py::object v = FIELD("v"), v_format = FIELD("v_format");
     const Format k_format = format_named(FIELD("format"));
-    main.given = true;
-    main.k = paged_rows(kv, k_format);
-    main.rope = paged_rows(FIELD("kv_rope"), rope_format);
-    main.k_scale = paged_scales(FIELD("kv_scale"));
-    if (v.is_none()) {
+    p.kv_heads = read_plane(kv, k_format, FIELD("kv_scale"), FIELD("page_size"), &main);
+    if (!packed(k_format)) {
+      main.rope = paged_rows(FIELD("kv_rope"), codec_of(rope_format).element);
       main.v_scale = main.k_scale;
-    } else {
+    }
+    if (!v.is_none()) {
       const Format format =
           PyUnicode_GetLength(v_format.ptr()) > 0 ? format_named(v_format) : k_format;
-      main.v = paged_rows(v, format);
+      main.v = paged_rows(v, codec_of(format).element);
       main.v_scale = paged_scales(FIELD("v_scale"));
     }
-    read_pages(kv, FIELD("page_table"), &main);
+    read_page_table(FIELD("page_table"), &main);
     main.range = TensorView(FIELD("kv_range")).data<const int32_t>();
     read_indices(FIELD("indices"), &main);
     main.counts = TensorView(FIELD("index_counts")).data<const int32_t>();
     main.select_block = integer(FIELD("select_block"));
     main.ratio = integer(FIELD("ratio"));
-    TensorView(kv).sizes(3, sizes);
-    p.kv_heads = static_cast<int32_t>(sizes[2]);
   }
   const py::object win = FIELD("win");
   if (!win.is_none()) {
     PlaneParams& window = p.window;
-    window.given = true;
-    window.k = paged_rows(win, format_named(FIELD("win_format")));
-    read_pages(win, FIELD("win_page_table"), &window);
+    p.kv_heads = read_plane(win, format_named(FIELD("win_format")), py::none(),
+                            FIELD("win_page_size"), &window);
+    read_page_table(FIELD("win_page_table"), &window);
     window.range = TensorView(FIELD("win_range")).data<const int32_t>();
     read_indices(FIELD("win_indices"), &window);
     window.window = integer(FIELD("window"));
-    TensorView(win).sizes(3, sizes);
-    p.kv_heads = static_cast<int32_t>(sizes[2]);
   }
   return p;
 }
@@ -242,14 +256,11 @@ SelectParams select_params(py::handle call, py::handle indices, py::handle count
   p.seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
 
   const py::object keys = FIELD("keys");
-  p.keys.given = true;
-  p.keys.k = paged_rows(keys, format_named(FIELD("format")));
-  p.keys.k_scale = paged_scales(FIELD("key_scale"));
-  read_pages(keys, FIELD("page_table"), &p.keys);
+  p.key_heads = read_plane(keys, format_named(FIELD("format")), FIELD("key_scale"),
+                           FIELD("page_size"), &p.keys);
+  read_page_table(FIELD("page_table"), &p.keys);
   p.keys.range = TensorView(FIELD("kv_range")).data<const int32_t>();
   p.keys.ratio = integer(FIELD("ratio"));
-  TensorView(keys).sizes(3, sizes);
-  p.key_heads = static_cast<int32_t>(sizes[2]);
 
   p.k = integer(FIELD("k"));
   p.scale = PyFloat_AsDouble(FIELD("scale").ptr());

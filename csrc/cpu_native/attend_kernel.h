@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "convert.h"
 #include "softmax.h"
 
 namespace sparse_attn {
@@ -21,13 +22,19 @@ struct Partial {
   float* o;  // [lanes][o_ld]
 };
 
+// Whether the last elements of keys are multiplied where they lie. Where groups have scales, whole
+// keys are converted instead.
+inline bool rope_is_apart(const PlaneParams& plane) {
+  return plane.rope.dim > 0 && plane.group == 0;
+}
+
 // Sizes that follow from a call and a number of lanes.
 struct Shape {
   Shape(const AttendParams& p, int32_t lanes_)
       : lanes(lanes_),
         padded_lanes(round_up(lanes_, kWidth)),
         o_ld(round_up(p.v_dim, kPanel)),
-        rope_dim(p.main.rope.dim) {}
+        rope_dim(rope_is_apart(p.main) ? p.main.rope.dim : 0) {}
 
   int64_t partial_floats() const { return padded_lanes * (2 + o_ld); }
 
@@ -151,7 +158,8 @@ class Attention {
       q_window_ = carver->take<float>(packed_floats(window_parts_));
     const int64_t ld = round_up(row, kPanel);
     k_buffer_ = carver->take<Element>(converts(p.main.k) || converts(p.window.k) ? kTile * ld : 0);
-    rope_buffer_ = carver->take<Element>(converts(p.main.rope) ? kTile * ld : 0);
+    rope_buffer_ =
+        carver->take<Element>(rope_is_apart(p.main) && converts(p.main.rope) ? kTile * ld : 0);
     v_buffer_ = carver->take<Element>(converts(p.main.v) ? kTile * ld : 0);
     v_rest_ = carver->take<Element>(kTile * kPanel);
     buffer_ld_ = ld;
@@ -202,9 +210,7 @@ class Attention {
 
   static constexpr int64_t kElement = sizeof(Element);
 
-  static bool converts(const PagedRows& rows) {
-    return rows.dim > 0 && rows.format != Mode::kFormat;
-  }
+  static bool converts(const PagedRows& rows) { return rows.dim > 0 && rows.type != Mode::kType; }
 
   // Steps of four bytes that elements of a key or query take.
   static int64_t steps(int32_t dim) { return (dim + Mode::kGroup - 1) / Mode::kGroup; }
@@ -251,19 +257,38 @@ class Attention {
     const char* from = p_.q + row * p_.q_strides[0] + head * p_.q_strides[1];
     if (p_.q_format == Mode::kFormat) return from;
     float* to = q_rows_ + i * p_.qk_dim;
-    convert_row(p_.q_format, from, p_.qk_dim, to);
+    convert_row(codec_of(p_.q_format).element, from, p_.qk_dim, to);
     return reinterpret_cast<const char*>(to);
   }
 
   // Rows of a tile in the mode's type: in place where they have it, else in `buffer`.
   const char* const* native(const Tile& tile, const PagedRows& rows, const char* const* in_place,
                             Element* buffer, const char** converted) {
-    if (rows.format == Mode::kFormat) return in_place;
+    if (rows.type == Mode::kType) return in_place;
+    return convert(tile, buffer, converted,
+                   [&](int n, Element* to) { convert_row(rows.type, in_place[n], rows.dim, to); });
+  }
+
+  // The same of keys but for what is apart.
+  const char* const* native_keys(const Tile& tile, const char** converted) {
+    const PlaneParams& plane = *tile.plane;
+    if (plane.group == 0) return native(tile, plane.k, tile.k, k_buffer_, converted);
+    return convert(tile, k_buffer_, converted, [&](int n, Element* to) {
+      const GroupScales scales(plane.k_scale.type, tile.scales[n], plane.k_scale.dim);
+      scale_row(plane.k.type, tile.k[n], plane.k.dim, plane.group, scales, to);
+      if (plane.rope.dim > 0)
+        convert_row(plane.rope.type, tile.rope[n], plane.rope.dim, to + plane.k.dim);
+    });
+  }
+
+  template <class Convert>
+  const char* const* convert(const Tile& tile, Element* buffer, const char** converted,
+                             const Convert& convert_to) {
     for (int n = 0; n < kTile + kPad; ++n) converted[n] = zeros_;
     for (int n = tile.first; n < tile.last; ++n) {
       if (!(tile.seen >> n & 1)) continue;
       Element* to = buffer + n * buffer_ld_;
-      convert_row(rows.format, in_place[n], rows.dim, to);
+      convert_to(n, to);
       converted[n] = reinterpret_cast<const char*>(to);
     }
     return converted;
@@ -285,16 +310,16 @@ class Attention {
     const char* converted_k[kTile + kPad];
     const char* converted_rope[kTile + kPad];
     const char* converted_v[kTile + kPad];
-    const char* const* k = native(tile, plane.k, tile.k, k_buffer_, converted_k);
+    const char* const* k = native_keys(tile, converted_k);
     const char* const* v =
         plane.v.dim > 0 ? native(tile, plane.v, tile.v, v_buffer_, converted_v) : k;
 
     multiply_keys(tile, k, parts, 0, q);
     const float scale = static_cast<float>(p_.scale * 1.44269504088896341);
     const bool apart =
-        plane.rope.dim > 0 && plane.k_scale.dim > 0;  // the scale is not the rope part's
+        rope_is_apart(plane) && plane.k_scale.dim > 0;  // the scale is not the rope part's
     if (apart) scale_scores(tile);
-    if (plane.rope.dim > 0) {
+    if (rope_is_apart(plane)) {
       multiply_keys(tile, native(tile, plane.rope, tile.rope, rope_buffer_, converted_rope), parts,
                     1, q);
     }
@@ -492,11 +517,13 @@ class Attention {
   Prefetcher prefetcher_;
 };
 
-// The mode that a call computes in. bf16 products where queries are bf16 and every row is bf16 or
-// int8.
+// The mode that a call computes in. bf16 products where queries are bf16 and the numbers of every
+// row are numbers of bf16. An element of fp8_v32 or int8_v32, or with a bf16 scale, need not be one
+// after it is scaled: it is rounded then, which errs by 2^-9 of it, while fp8 and int8 themselves
+// err by 2^-4 of it and 2^-8 of the largest.
 #if defined(__AVX512BF16__)
 inline bool exact_in_bf16(const PagedRows& rows) {
-  return rows.dim == 0 || rows.format == Format::kBf16 || rows.format == Format::kInt8;
+  return rows.dim == 0 || (rows.type != Number::kFp32 && rows.type != Number::kFp16);
 }
 
 inline bool computes_in_bf16(const AttendParams& p) {

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "compress_entry.h"
+#include "convert.h"
 #include "rows.h"
 
 namespace sparse_attn {
@@ -71,13 +72,15 @@ void compress_entry(const CompressParams& p, const EntryTokens& tokens, float* m
     const int64_t place = p.span - tokens.count + i;
     const int64_t channel = p.width == dim ? 0 : place / p.stride * dim;
     float* value = values + i * padded;
-    convert_row(token.row_format, token.row + channel * element_bytes(token.row_format),
-                static_cast<int32_t>(dim), value);
+    convert_row(codec_of(token.row_format).element,
+                token.row + channel * element_bytes(token.row_format), static_cast<int32_t>(dim),
+                value);
     for (int64_t c = dim; c < padded; ++c) value[c] = 0;
     if (!p.gates.data) continue;
     float* gate = gates + i * padded;
-    convert_row(token.gate_format, token.gate + channel * element_bytes(token.gate_format),
-                static_cast<int32_t>(dim), gate);
+    convert_row(codec_of(token.gate_format).element,
+                token.gate + channel * element_bytes(token.gate_format), static_cast<int32_t>(dim),
+                gate);
     for (int64_t c = dim; c < padded; ++c) gate[c] = 0;
     if (!p.bias) continue;
     const float* bias = p.bias + place % p.stride * p.bias_stride + channel;

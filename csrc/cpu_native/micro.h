@@ -19,6 +19,7 @@ namespace {
 struct F32 {
   typedef float Element;
   static constexpr Format kFormat = Format::kFp32;
+  static constexpr Number kType = Number::kFp32;
   static constexpr int kGroup = 1;
 
   static SPARSE_ATTN_INLINE Floats dot(Floats a, Floats b, Floats c) { return fma(a, b, c); }
@@ -34,6 +35,7 @@ struct F32 {
 struct Bf16 {
   typedef uint16_t Element;
   static constexpr Format kFormat = Format::kBf16;
+  static constexpr Number kType = Number::kBf16;
   static constexpr int kGroup = 2;
 
   static SPARSE_ATTN_INLINE Floats dot(Floats a, Floats b, Floats c) { return dot_bf16(a, b, c); }

@@ -15,16 +15,17 @@ struct PagedRows {
   int64_t entry_stride = 0;
   int64_t head_stride = 0;
   int32_t dim = 0;
-  Format format = Format::kFp32;
+  Number type = Number::kFp32;
 };
 
 struct PlaneParams {
   bool given = false;
   PagedRows k;
-  PagedRows rope;     // last elements of each key, where they are stored apart
-  PagedRows v;        // absent: values are the first elements of k
-  PagedRows k_scale;  // fp16 [pages, page_size, heads], in formats with scales
-  PagedRows v_scale;  // of the values, wherever they are
+  PagedRows rope;     // last elements of each key, where they are not stored like the others
+  PagedRows v;        // absent: values are the first elements of the keys
+  PagedRows k_scale;  // of the elements of k, in formats with scales
+  PagedRows v_scale;  // of the values, one for each row, where they are not among the keys
+  int32_t group = 0;  // elements of k that share a scale; 0: one scale for each row
   int64_t pages = 0;
   int64_t page_size = 1;
   const int32_t* page_table = nullptr;  // [B, max_pages]
@@ -41,5 +42,27 @@ struct PlaneParams {
   int64_t ratio = 1;
   int64_t window = 0;  // 0: from the first token
 };
+
+// Sets where the parts of the entries of a packed format lie, in a plane whose pages start
+// `page_stride` bytes apart, and whose entries, unless the format is planar, `entry_stride`.
+static inline void set_packed(PlaneParams* plane, Format format, const char* data,
+                              int64_t page_size, int64_t page_stride, int64_t entry_stride) {
+  const Codec& codec = codec_of(format);
+  const auto part = [&](Part which, Number type, int32_t dim) {
+    PagedRows rows;
+    const PartPlace place = place_of(format, which, page_size);
+    rows.data = data + place.first;
+    rows.page_stride = page_stride;
+    rows.entry_stride = planar(format) ? place.step : entry_stride;
+    rows.dim = dim;
+    rows.type = type;
+    return rows;
+  };
+  const int32_t groups = groups_of(codec, codec.dim);
+  plane->k = part(Part::kValues, codec.element, codec.dim);
+  plane->k_scale = part(Part::kScales, codec.scale, groups);
+  if (codec.rope > 0) plane->rope = part(Part::kRope, Number::kBf16, codec.rope);
+  plane->group = groups > 1 ? codec.group : 0;
+}
 
 }  // namespace sparse_attn

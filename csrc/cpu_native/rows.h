@@ -1,4 +1,4 @@
-// Rows of paged planes: where an entry lies, and its elements in another type.
+// Rows of paged planes: where an entry lies.
 #pragma once
 
 #include "schedule.h"
@@ -77,44 +77,6 @@ class Pager {
   int64_t max_pages_ = 0;
   int64_t pages_ = 0;
 };
-
-template <Format kFrom>
-inline void convert_row(const char* row, int32_t dim, float* to) {
-  constexpr int32_t kSize = element_bytes(kFrom);
-  int32_t i = 0;
-  for (; i + kWidth <= dim; i += kWidth) store(to + i, load_as_floats<kFrom>(row + i * kSize));
-  if (i == dim) return;
-  char rest[4 * kWidth] = {};
-  memcpy(rest, row + i * kSize, static_cast<size_t>((dim - i) * kSize));
-  const Floats x = load_as_floats<kFrom>(rest);
-  for (int j = 0; i + j < dim; ++j) to[i + j] = x[j];
-}
-
-inline void convert_row(Format from, const char* row, int32_t dim, float* to) {
-  switch (from) {
-    case Format::kFp32:
-      return convert_row<Format::kFp32>(row, dim, to);
-    case Format::kBf16:
-      return convert_row<Format::kBf16>(row, dim, to);
-    case Format::kFp16:
-      return convert_row<Format::kFp16>(row, dim, to);
-    default:
-      return convert_row<Format::kInt8>(row, dim, to);
-  }
-}
-
-#if defined(__AVX512BF16__)
-// To bf16, from the one format of another type that has only values of bf16: int8.
-inline void convert_row(Format, const char* row, int32_t dim, uint16_t* to) {
-  int32_t i = 0;
-  for (; i + kPanel <= dim; i += kPanel) {
-    store(to + i, join_bf16(load_as_floats<Format::kInt8>(row + i),
-                            load_as_floats<Format::kInt8>(row + i + kWidth)));
-  }
-  for (; i < dim; ++i)
-    to[i] = float_to_bf16(static_cast<float>(reinterpret_cast<const int8_t*>(row)[i]));
-}
-#endif
 
 }  // namespace
 }  // namespace SPARSE_ATTN_ISA

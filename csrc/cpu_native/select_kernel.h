@@ -7,6 +7,8 @@
 // of other heads element by element.
 #pragma once
 
+#include "../common/decode.h"
+#include "convert.h"
 #include "micro.h"
 #include "rows.h"
 #include "select_schedule.h"
@@ -208,9 +210,9 @@ class Scorer {
 
   Scorer(const SelectParams& p, const SelectBlock& block, Carver* carver)
       : p_(p), block_(block), heads_(heads_per_list(p)), lanes_(heads_ * block.rows) {
-    const int64_t dim = round_up(p.keys.k.dim, kPanel);
+    const int64_t dim = round_up(p.keys.k.dim + p.keys.rope.dim, kPanel);
     const bool converts_q = p.q_format != Mode::kFormat;
-    const bool converts_k = p.keys.k.format != Mode::kFormat || pools_keys(p);
+    const bool converts_k = p.keys.k.type != Mode::kType || pools_keys(p);
     zeros_ = carver->take<char>(dim * 4);
     q_buffer_ = carver->take<Element>(converts_q ? lanes_ * dim : 0);
     k_buffer_ = carver->take<Element>(converts_k ? kTile * dim : 0);
@@ -305,13 +307,13 @@ class Scorer {
     q_[lane] = q;
     if constexpr (Mode::kGroup == 1) {
       if (p_.q_format != Mode::kFormat) {
-        convert_row(p_.q_format, q, p_.dim, q_buffer_ + lane * ld_);
+        convert_row(codec_of(p_.q_format).element, q, p_.dim, q_buffer_ + lane * ld_);
         q_[lane] = reinterpret_cast<const char*>(q_buffer_ + lane * ld_);
       }
     }
     weights_[lane] = 1;
     if (!p_.weights) return;
-    convert_row(p_.weight_format,
+    convert_row(codec_of(p_.weight_format).element,
                 p_.weights + row * p_.weight_strides[0] + head * p_.weight_strides[1], 1,
                 weights_ + lane);
   }
@@ -428,7 +430,7 @@ class Scorer {
       if (!(ahead_->seen >> ahead_place_ & 1)) continue;
       for (int32_t s = 0; s < segment_count_; ++s) {
         const char* row = key_at(*ahead_, ahead_place_, segments_[s].key_head);
-        const int64_t bytes = p_.keys.k.dim * element_bytes(p_.keys.k.format);
+        const int64_t bytes = bytes_of(p_.keys.k.type, p_.keys.k.dim);
         for (int64_t at = 0; at < bytes; at += 64) prefetch(row + at);
       }
     }
@@ -459,23 +461,38 @@ class Scorer {
       key_scale_[n] = 1;
       if (!(tile_->seen >> n & 1)) continue;
       k_[n] = key_at(*tile_, n, key_head);
-      if (k.format != Mode::kFormat) {
-        convert_row(k.format, k_[n], k.dim, k_buffer_ + n * ld_);
+      if (k.type != Mode::kType) {
+        read_key(k_[n], tile_->place[n], key_head, k_buffer_ + n * ld_);
         k_[n] = reinterpret_cast<const char*>(k_buffer_ + n * ld_);
       }
-      if (p_.keys.k_scale.dim > 0)
-        key_scale_[n] = scale_at(tile_->place[n].page, tile_->place[n].offset, key_head);
+      if (scales_rows()) key_scale_[n] = scale_at(tile_->place[n], key_head);
     }
   }
 
-  float scale_at(int64_t page, int64_t offset, int64_t key_head) const {
+  // Whether products are multiplied by the scales of their keys.
+  bool scales_rows() const { return p_.keys.k_scale.dim > 0 && p_.keys.group == 0; }
+
+  const char* scales_at(const Place& place, int64_t key_head) const {
     const PagedRows& scales = p_.keys.k_scale;
-    uint16_t scale;
-    memcpy(&scale,
-           scales.data + page * scales.page_stride + offset * scales.entry_stride +
-               key_head * scales.head_stride,
-           2);
-    return half_to_float(scale);
+    return scales.data + place.page * scales.page_stride + place.offset * scales.entry_stride +
+           key_head * scales.head_stride;
+  }
+
+  float scale_at(const Place& place, int64_t key_head) const {
+    return read_number(p_.keys.k_scale.type, scales_at(place, key_head), 0);
+  }
+
+  // A key, but for the scale of the row. Rows with elements apart have groups.
+  template <class To>
+  void read_key(const char* row, const Place& place, int64_t key_head, To* to) const {
+    const PlaneParams& keys = p_.keys;
+    if (keys.group == 0) return convert_row(keys.k.type, row, keys.k.dim, to);
+    const GroupScales scales(keys.k_scale.type, scales_at(place, key_head), keys.k_scale.dim);
+    scale_row(keys.k.type, row, keys.k.dim, keys.group, scales, to);
+    if (keys.rope.dim == 0) return;
+    const char* rope =
+        keys.rope.data + place.page * keys.rope.page_stride + place.offset * keys.rope.entry_stride;
+    convert_row(keys.rope.type, rope, keys.rope.dim, to + keys.k.dim);
   }
 
   // Mean keys of units, over the entries that the block's only row sees.
@@ -493,12 +510,10 @@ class Scorer {
       for (int64_t entry = low; entry < high; ++entry) {
         Place place;
         if (!pager_.find(entry, &place)) return false;
-        convert_row(k.format,
-                    k.data + place.page * k.page_stride + place.offset * k.entry_stride +
-                        key_head * k.head_stride,
-                    p_.dim, row_buffer_);
-        const double scale =
-            p_.keys.k_scale.dim > 0 ? scale_at(place.page, place.offset, key_head) : 1.0f;
+        read_key(k.data + place.page * k.page_stride + place.offset * k.entry_stride +
+                     key_head * k.head_stride,
+                 place, key_head, row_buffer_);
+        const double scale = scales_rows() ? scale_at(place, key_head) : 1.0f;
         for (int32_t d = 0; d < p_.dim; ++d) sum_buffer_[d] += row_buffer_[d] * scale;
       }
       if constexpr (Mode::kGroup == 1) {
@@ -532,7 +547,7 @@ class Scorer {
         break;
     }
     if (p_.rounded) return;
-    if (p_.keys.k_scale.dim == 0 || pools_keys(p_)) return;
+    if (!scales_rows() || pools_keys(p_)) return;
     for (lane = first; lane < end; ++lane) {
       float* s = products_ + lane * kTile + n;
       for (int i = 0; i < kPanel; i += kWidth) store(s + i, load(s + i) * load(key_scale_ + n + i));
@@ -711,12 +726,12 @@ class Scorer {
   Pooling units_[kMaxRows], blocks_[kMaxRows];
 };
 
-// bf16 products where queries are bf16 and keys are bf16 or int8.
+// bf16 products where queries are bf16 and keys, but for the scales of rows, are too.
 #if defined(__AVX512BF16__)
 inline bool computes_in_bf16(const SelectParams& p) {
-  const Format format = p.keys.k.format;
+  const Number type = p.keys.k.type;
   return p.q_format == Format::kBf16 && !p.rounded && !p.bounds && !pools_keys(p) &&
-         (format == Format::kBf16 || format == Format::kInt8 || format == Format::kInt8IndexH);
+         type != Number::kFp32 && type != Number::kFp16;
 }
 #endif
 

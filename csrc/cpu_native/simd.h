@@ -220,12 +220,44 @@ SPARSE_ATTN_INLINE FourFloats add_fours(FourFloats sum, Floats x) {
   return sum;
 }
 
-// kWidth elements of a format at p, as floats.
-template <Format kFormat>
+// kWidth bytes at p.
+SPARSE_ATTN_INLINE Ints load_bytes(const char* p) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  Ints x;
+  for (int i = 0; i < kWidth; ++i) x[i] = static_cast<uint8_t>(p[i]);
+  return x;
+#endif
+}
+
+// kWidth numbers of 4 bits at p, the one of even index in the low half of each byte.
+SPARSE_ATTN_INLINE Ints load_nibbles(const char* p) {
+#if defined(__AVX512F__)
+  const __m512i x = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return (Ints)_mm512_and_si512(_mm512_or_si512(x, _mm512_slli_epi64(x, 28)),
+                                _mm512_set1_epi32(15));
+#elif defined(__AVX2__)
+  int32_t four;
+  memcpy(&four, p, 4);
+  const __m256i x = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+  return (Ints)_mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi64(x, 28)),
+                                _mm256_set1_epi32(15));
+#else
+  Ints x;
+  for (int i = 0; i < kWidth; ++i) x[i] = static_cast<uint8_t>(p[i / 2]) >> 4 * (i % 2) & 15;
+  return x;
+#endif
+}
+
+// kWidth numbers at p as floats.
+template <Number kType>
 SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
-  if constexpr (kFormat == Format::kFp32) {
+  if constexpr (kType == Number::kFp32) {
     return load(p);
-  } else if constexpr (kFormat == Format::kBf16) {
+  } else if constexpr (kType == Number::kBf16) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_slli_epi32(
         _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
@@ -239,7 +271,7 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
     for (int i = 0; i < kWidth; ++i) y[i] = bf16_to_float(x[i]);
     return y;
 #endif
-  } else if constexpr (kFormat == Format::kFp16) {
+  } else if constexpr (kType == Number::kFp16) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__AVX2__)
@@ -253,7 +285,37 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
     for (int i = 0; i < kWidth; ++i) y[i] = half_to_float(x[i]);
     return y;
 #endif
+  } else if constexpr (kType == Number::kE4m3) {
+    const Ints x = load_bytes(p), magnitude = x & broadcast_int(0x7f);
+    const Floats normal = (Floats)((magnitude << 20) + broadcast_int(120 << 23));
+    const Floats denormal = __builtin_convertvector(magnitude, Floats) * broadcast(0x1p-9f);
+    Floats y = magnitude < broadcast_int(8) ? denormal : normal;
+    y = magnitude == broadcast_int(0x7f) ? (Floats)broadcast_int(0x7fc00000) : y;
+    return (Floats)((Ints)y | (x << 24 & broadcast_int(INT32_MIN)));
+  } else if constexpr (kType == Number::kE8m0) {
+    const Ints x = load_bytes(p);
+    const Ints y = x == Ints{} ? broadcast_int(0x00400000) : x << 23;
+    return (Floats)(x == broadcast_int(0xff) ? broadcast_int(0x7fc00000) : y);
+  } else if constexpr (kType == Number::kE2m1) {
+    const Ints x = load_nibbles(p);
+#if defined(__AVX512F__)
+    return (Floats)_mm512_permutexvar_ps(
+        (__m512i)x, _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
+                                   -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f));
+#elif defined(__AVX2__)
+    const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    const Floats y = (Floats)_mm256_permutevar8x32_ps(magnitudes, (__m256i)x);
+    return (Floats)((Ints)y | (x << 28 & broadcast_int(INT32_MIN)));
+#else
+    Floats y;
+    for (int i = 0; i < kWidth; ++i) y[i] = e2m1_to_float(static_cast<uint8_t>(x[i]));
+    return y;
+#endif
+  } else if constexpr (kType == Number::kInt4) {
+    const Ints eight = broadcast_int(8);
+    return __builtin_convertvector((load_nibbles(p) ^ eight) - eight, Floats);
   } else {
+    static_assert(kType == Number::kInt8, "a type of number");
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(
         _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));

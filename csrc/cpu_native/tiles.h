@@ -2,6 +2,7 @@
 // found through index lists, ranges and page tables. Nothing that no lane sees is read.
 #pragma once
 
+#include "../common/decode.h"
 #include "rows.h"
 
 namespace sparse_attn {
@@ -20,7 +21,8 @@ struct Tile {
   const char* k[kTile + kPad];
   const char* rope[kTile + kPad];
   const char* v[kTile + kPad];
-  float k_scale[kTile];  // 1 in formats without scales
+  const char* scales[kTile];  // of the groups of seen rows, in formats that have them
+  float k_scale[kTile];       // 1 in formats without scales of whole rows
   float v_scale[kTile];
 
   bool mixed() const { return seen != seen_by_all; }
@@ -74,7 +76,7 @@ class Prefetcher {
  private:
   static constexpr int64_t kLine = 64;
 
-  static int64_t row_bytes(const PagedRows& rows) { return rows.dim * element_bytes(rows.format); }
+  static int64_t row_bytes(const PagedRows& rows) { return bytes_of(rows.type, rows.dim); }
 
   const Tile* tile_ = nullptr;
   const char* const* rows_[3];
@@ -225,7 +227,11 @@ class TileStream {
     place_rows(plane_->k, count, places, tile->k + n);
     if (plane_->rope.dim > 0) place_rows(plane_->rope, count, places, tile->rope + n);
     if (plane_->v.dim > 0) place_rows(plane_->v, count, places, tile->v + n);
-    if (plane_->k_scale.dim > 0) place_scales(plane_->k_scale, count, places, tile->k_scale + n);
+    if (plane_->group > 0) {
+      place_rows(plane_->k_scale, count, places, tile->scales + n);
+    } else if (plane_->k_scale.dim > 0) {
+      place_scales(plane_->k_scale, count, places, tile->k_scale + n);
+    }
     if (plane_->v_scale.dim > 0) place_scales(plane_->v_scale, count, places, tile->v_scale + n);
   }
 
@@ -234,7 +240,7 @@ class TileStream {
   void place_rows(const PagedRows& rows, int32_t count, const Place* places,
                   const char** to) const {
     const char* data = rows.data + block_.kv_head * rows.head_stride;
-    const int64_t last_byte = rows.dim * element_bytes(rows.format) - 1;
+    const int64_t last_byte = bytes_of(rows.type, rows.dim) - 1;
     for (int32_t i = 0; i < count; ++i) {
       const char* row =
           data + places[i].page * rows.page_stride + places[i].offset * rows.entry_stride;
@@ -247,10 +253,9 @@ class TileStream {
   void place_scales(const PagedRows& rows, int32_t count, const Place* places, float* to) const {
     const char* data = rows.data + block_.kv_head * rows.head_stride;
     for (int32_t i = 0; i < count; ++i) {
-      uint16_t scale;
-      memcpy(&scale,
-             data + places[i].page * rows.page_stride + places[i].offset * rows.entry_stride, 2);
-      to[i] = half_to_float(scale);
+      to[i] = read_number(
+          rows.type,
+          data + places[i].page * rows.page_stride + places[i].offset * rows.entry_stride, 0);
     }
   }
 

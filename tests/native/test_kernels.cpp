@@ -89,13 +89,19 @@ void write(char* p, Format format, float x) {
 // A paged tensor in an allocation of its size, with gaps between its rows.
 struct Plane {
   std::vector<char> memory;
+  std::vector<std::vector<float>> read_rows;
+  Format format;
   PagedRows rows;
   int64_t pages, page_size, heads;
 
-  Plane(Format format, int64_t pages_, int64_t page_size_, int64_t heads_, int64_t dim)
-      : pages(pages_), page_size(page_size_), heads(heads_) {
+  Plane(Format format_, int64_t pages_, int64_t page_size_, int64_t heads_, int64_t dim)
+      : format(format_), pages(pages_), page_size(page_size_), heads(heads_) {
+    if (packed(format)) {
+      pack();
+      return;
+    }
     const int64_t element = element_bytes(format);
-    rows.format = format;
+    rows.type = codec_of(format).element;
     rows.dim = static_cast<int32_t>(dim);
     rows.head_stride = (dim + below(3)) * element;
     rows.entry_stride = heads * rows.head_stride + below(3) * element;
@@ -110,22 +116,110 @@ struct Plane {
     rows.data = memory.data();
   }
 
+  // Memory of a packed plane, all bytes 0xff: NaN in each of its types but int8.
+  void pack() {
+    const FormatInfo& info = info_of(format);
+    const int64_t entry = width(info.sections[0]) + (planar(format) ? 0 : below(9));
+    const int64_t bytes = page_size * (entry + width(info.sections[1]));
+    const int64_t page = (bytes + info.page_multiple - 1) / info.page_multiple * info.page_multiple;
+    rows.page_stride = page + below(9);
+    rows.entry_stride = entry;
+    memory.assign(static_cast<size_t>((pages - 1) * rows.page_stride + page), '\xff');
+    memory.shrink_to_fit();
+  }
+
+  void set(PlaneParams* params) {
+    if (packed(format)) {
+      set_packed(params, format, memory.data(), page_size, rows.page_stride, rows.entry_stride);
+    } else {
+      params->k = rows;
+    }
+  }
+
+  struct Bytes {
+    Part part;
+    char* from;
+    int64_t size;
+  };
+
+  // Where an entry lies.
+  std::vector<Bytes> bytes_at(int64_t page, int64_t offset, int64_t head) {
+    if (!packed(format)) return {{Part::kValues, at(page, offset, head), row_bytes()}};
+    std::vector<Bytes> result;
+    for (const Section& section : info_of(format).sections) {
+      for (const PartSize& size : section.parts) {
+        if (size.part == Part::kNone) continue;
+        const PartPlace place = place_of(format, size.part, page_size);
+        const int64_t step = planar(format) ? place.step : rows.entry_stride;
+        result.push_back({size.part,
+                          memory.data() + page * rows.page_stride + place.first + offset * step,
+                          size.bytes});
+      }
+    }
+    return result;
+  }
+
+  // An entry's elements, read once: the rows of a case do not change.
+  const std::vector<float>& numbers(int64_t page, int64_t offset, int64_t head) {
+    const Codec& codec = codec_of(format);
+    read_rows.resize(static_cast<size_t>(pages * page_size * heads));
+    std::vector<float>& row =
+        read_rows[static_cast<size_t>((page * page_size + offset) * heads + head)];
+    if (!row.empty()) return row;
+    EntryParts parts = {};
+    for (const Bytes& bytes : bytes_at(page, offset, head)) {
+      if (bytes.part == Part::kValues) parts.values = bytes.from;
+      if (bytes.part == Part::kRope) parts.rope = bytes.from;
+      if (bytes.part == Part::kScales) parts.scales = bytes.from;
+    }
+    const Codec read = packed(format) ? codec : Codec{codec.element};
+    row.resize(static_cast<size_t>(packed(format) ? codec.dim + codec.rope : rows.dim));
+    decode_row(read, parts, static_cast<int32_t>(row.size()), row.data());
+    return row;
+  }
+
   char* at(int64_t page, int64_t offset, int64_t head) {
     return memory.data() + page * rows.page_stride + offset * rows.entry_stride +
            head * rows.head_stride;
   }
 
   void fill(int64_t page, int64_t offset, int64_t head, bool positive) {
+    if (packed(format)) return fill_packed(page, offset);
     for (int64_t d = 0; d < rows.dim; ++d) {
-      const bool whole = rows.format == Format::kInt8;
+      const bool whole = format == Format::kInt8;
       const float x = positive ? 0.01f + 0.02f * fabsf(normal())
                       : whole  ? static_cast<float>(between(-127, 127))
                                : normal();
-      write(at(page, offset, head) + d * element_bytes(rows.format), rows.format, x);
+      write(at(page, offset, head) + d * element_bytes(format), format, x);
     }
   }
 
-  int64_t row_bytes() const { return rows.dim * element_bytes(rows.format); }
+  // Any numbers of sensible size.
+  void fill_packed(int64_t page, int64_t offset) {
+    const Codec& codec = codec_of(format);
+    for (const Bytes& bytes : bytes_at(page, offset, 0)) {
+      const Number type = bytes.part == Part::kScales   ? codec.scale
+                          : bytes.part == Part::kRope   ? Number::kBf16
+                          : bytes.part == Part::kValues ? codec.element
+                                                        : Number::kNone;
+      for (int64_t i = 0; i < bytes.size * 8 / std::max(number_bits(type), 8); ++i) {
+        const float size =
+            bytes.part == Part::kScales ? 0.001f + 0.02f * fabsf(normal()) : normal();
+        char* to = bytes.from + i * number_bits(type) / 8;
+        if (type == Number::kFp32) write(to, Format::kFp32, size);
+        if (type == Number::kBf16) write(to, Format::kBf16, size);
+        if (type == Number::kE8m0) *to = static_cast<char>(between(118, 126));
+        if (type == Number::kE4m3 && bytes.part == Part::kScales)
+          *to = static_cast<char>(between(1, 0x38));
+        if (type == Number::kE4m3 && bytes.part == Part::kValues)
+          *to = static_cast<char>(below(2) << 7 | between(0, 0x48));
+        if (type == Number::kInt8) *to = static_cast<char>(between(-127, 127));
+        if (type == Number::kE2m1) *to = static_cast<char>(below(256));
+      }
+    }
+  }
+
+  int64_t row_bytes() const { return bytes_of(rows.type, rows.dim); }
 };
 
 struct PlaneCase {
@@ -151,6 +245,16 @@ struct Case {
 
 constexpr Format kKvFormats[] = {Format::kFp32, Format::kBf16, Format::kFp16, Format::kInt8};
 
+// Packed formats that attend reads have rows of these sizes.
+bool packed_dim(int32_t dim) { return dim == 512 || dim == 576; }
+
+Format any_packed(int32_t dim) {
+  for (;;) {
+    const FormatInfo& info = kFormats[below(sizeof(kFormats) / sizeof(kFormats[0]))];
+    if (packed(info.format) && info.codec.dim + info.codec.rope == dim) return info.format;
+  }
+}
+
 // Chooses formats, sizes and memory of a plane. Its rows hold NaN until `show` fills what is
 // attended.
 void make_plane(Case& c, PlaneCase& plane, bool is_window, int64_t page_size) {
@@ -161,9 +265,12 @@ void make_plane(Case& c, PlaneCase& plane, bool is_window, int64_t page_size) {
   params.page_size = page_size;
   params.max_pages = longest / page_size + 1;
   params.pages = p.batch * params.max_pages + 1;
-  const Format format = is_window ? kKvFormats[below(3)] : kKvFormats[below(4)];
-  const int64_t rope = !is_window && chance(30) ? between(1, p.qk_dim - 1) : 0;
-  const bool apart = !is_window && (p.v_dim > p.qk_dim - rope || chance(50));
+  const bool packs = packed_dim(p.qk_dim);
+  const Format format = packs       ? any_packed(p.qk_dim)
+                        : is_window ? kKvFormats[below(3)]
+                                    : kKvFormats[below(4)];
+  const int64_t rope = !packs && !is_window && chance(30) ? between(1, p.qk_dim - 1) : 0;
+  const bool apart = !packs && !is_window && (p.v_dim > p.qk_dim - rope || chance(50));
   plane.k = plane.add(format, params.pages, page_size, p.kv_heads, p.qk_dim - rope);
   if (rope) plane.rope = plane.add(kKvFormats[below(3)], params.pages, page_size, p.kv_heads, rope);
   const Format v_format = apart ? kKvFormats[below(4)] : format;
@@ -173,11 +280,11 @@ void make_plane(Case& c, PlaneCase& plane, bool is_window, int64_t page_size) {
   if (apart && v_format == Format::kInt8) {
     plane.v_scale = plane.add(Format::kFp16, params.pages, page_size, p.kv_heads, 1);
   }
-  params.k = plane.tensors[plane.k].rows;
+  plane.tensors[plane.k].set(&params);
   if (rope) params.rope = plane.tensors[plane.rope].rows;
   if (apart) params.v = plane.tensors[plane.v].rows;
   if (plane.k_scale >= 0) params.k_scale = plane.tensors[plane.k_scale].rows;
-  if (!apart) params.v_scale = params.k_scale;
+  if (!apart && !packs) params.v_scale = params.k_scale;
   if (plane.v_scale >= 0) params.v_scale = plane.tensors[plane.v_scale].rows;
 
   plane.table.assign(static_cast<size_t>(p.batch * params.max_pages), 0);
@@ -233,19 +340,22 @@ Case make_case() {
   const int32_t* heads = kHeads[below(9)];
   p.heads = heads[0];
   p.kv_heads = heads[1];
-  p.qk_dim = static_cast<int32_t>(chance(30) ? 64 : between(2, 80));
+  const bool packs = heads[1] == 1 && heads[0] <= 12 && chance(40);
+  p.qk_dim = static_cast<int32_t>(packs        ? (chance(70) ? 512 : 576)
+                                  : chance(30) ? 64
+                                               : between(2, 80));
   p.batch = below(4);
   p.scale = 1 / sqrt(p.qk_dim) * (chance(10) ? -1 : 1);
   p.causal = !chance(20);
   p.q_format = kKvFormats[below(3)];
   const bool both = chance(30), window = both || chance(40);
-  p.v_dim = static_cast<int32_t>(between(1, window ? p.qk_dim : 80));
+  p.v_dim = static_cast<int32_t>(between(1, packs || window ? p.qk_dim : 80));
   if (chance(30) && p.qk_dim >= 32) p.v_dim = 32;
-  const int64_t longest = p.heads > 40 ? 100 : 700;
+  const int64_t longest = packs ? 70 : p.heads > 40 ? 100 : 700;
 
   c.starts.push_back(0);
   for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t rows = chance(50) ? 1 : between(0, p.heads > 40 ? 2 : 60);
+    const int64_t rows = chance(50) ? 1 : between(0, p.heads > 40 ? 2 : packs ? 4 : 60);
     c.starts.push_back(c.starts.back() + static_cast<int32_t>(rows));
     c.lengths.push_back(static_cast<int32_t>(chance(15) ? -below(3) : between(1, longest)));
     p.max_seqlen_q = std::max(p.max_seqlen_q, rows);
@@ -283,7 +393,8 @@ Case make_case() {
             std::to_string(p.window.given) + " listed " + std::to_string(p.main.listed) +
             " block " + std::to_string(p.main.select_block) + " q " +
             std::to_string(static_cast<int>(p.q_format)) + " k " +
-            std::to_string(static_cast<int>(p.main.k.format));
+            (c.main.k < 0 ? "" : info_of(c.main.tensors[0].format).name) + " window " +
+            (c.window.k < 0 ? "" : info_of(c.window.tensors[0].format).name);
   return c;
 }
 
@@ -357,7 +468,8 @@ void show(Case& c, PlaneCase& plane) {
       if (seen[i]) {
         tensor.fill(page, offset, head, which == plane.k_scale || which == plane.v_scale);
       } else {
-        POISON(tensor.at(page, offset, head), static_cast<size_t>(tensor.row_bytes()));
+        for (const Plane::Bytes& bytes : tensor.bytes_at(page, offset, head))
+          POISON(bytes.from, static_cast<size_t>(bytes.size));
       }
     }
   }
@@ -370,12 +482,11 @@ void hide(PlaneCase& plane) {
   for (Plane& tensor : plane.tensors) UNPOISON(tensor.memory.data(), tensor.memory.size());
 }
 
-// One plane's share of a row: scores, and where values lie.
+// One plane's share of a row: scores and values.
 struct Value {
   double score;
-  const char* row;
+  const float* row;
   double scale;
-  Format format;
 };
 
 void collect(Case& c, PlaneCase& plane, int64_t b, int64_t row, int64_t position, int64_t head,
@@ -399,15 +510,12 @@ void collect(Case& c, PlaneCase& plane, int64_t b, int64_t row, int64_t position
       if (which < 0) continue;
       Plane& tensor = plane.tensors[static_cast<size_t>(which)];
       const double scale = which == plane.k ? scale_of(plane.k_scale) : 1;
-      for (int64_t i = 0; i < tensor.rows.dim; ++i, ++d) {
-        score += scale * read(q + d * element, p.q_format) *
-                 read(tensor.at(page, offset, kv_head) + i * element_bytes(tensor.rows.format),
-                      tensor.rows.format);
-      }
+      for (float x : tensor.numbers(page, offset, kv_head))
+        score += scale * read(q + d++ * element, p.q_format) * x;
     }
     Plane& v = plane.tensors[static_cast<size_t>(plane.v < 0 ? plane.k : plane.v)];
-    values->push_back({score * p.scale, v.at(page, offset, kv_head),
-                       scale_of(plane.v < 0 ? plane.k_scale : plane.v_scale), v.rows.format});
+    values->push_back({score * p.scale, v.numbers(page, offset, kv_head).data(),
+                       scale_of(plane.v < 0 ? plane.k_scale : plane.v_scale)});
   }
 }
 
@@ -417,21 +525,29 @@ void compare(Case& c, const char* isa) {
   const double tolerance = p.q_format == Format::kFp32   ? 2e-5
                            : p.q_format == Format::kFp16 ? 2e-3
                                                          : 2e-2;
+  // So have keys that are rounded to bf16.
+  const auto rounds = [](const PlaneParams& plane) {
+    const Number scale = plane.k_scale.type;
+    return plane.group > 0 && (scale == Number::kFp32 || scale == Number::kBf16);
+  };
+  const bool rounded = (p.main.given && rounds(p.main)) || (p.window.given && rounds(p.window));
+  const double products = p.q_format != Format::kBf16 ? 0 : rounded ? 5e-3 : 1e-4;
   std::vector<bool> visited(static_cast<size_t>(p.tokens));
   const auto expect = [&](int64_t row, int64_t head, double sum, double maximum,
                           const std::vector<Value>& values) {
     const size_t at = static_cast<size_t>(row * p.heads + head);
     const double lse = values.empty() ? -INFINITY : maximum + log(sum);
-    CHECK(c.lse[at] == lse || fabs(c.lse[at] - lse) <
-                                  1e-5 * (10 + fabs(lse)) + (p.q_format == Format::kBf16) * 1e-4,
+    CHECK(c.lse[at] == lse || fabs(c.lse[at] - lse) < 1e-5 * (10 + fabs(lse)) + products,
           "%s %s row %d head %d: lse %g, expected %g", isa, c.words.c_str(), int(row), int(head),
           c.lse[at], lse);
     const double sink = c.sinks.empty() ? 0 : exp(c.sinks[static_cast<size_t>(head)] - maximum);
+    std::vector<double> weights;
+    for (const Value& v : values)
+      weights.push_back(exp(v.score - maximum) / (sum + sink) * v.scale);
     for (int64_t d = 0; d < p.v_dim; ++d) {
       double expected = 0, squares = 0;
-      for (const Value& v : values) {
-        const double term = exp(v.score - maximum) / (sum + sink) *
-                            read(v.row + d * element_bytes(v.format), v.format) * v.scale;
+      for (size_t n = 0; n < values.size(); ++n) {
+        const double term = weights[n] * values[n].row[d];
         expected += term;
         squares += term * term;
       }
