@@ -246,7 +246,7 @@ def test_steps_and_requests_add_up() -> None:
             before = lengths.get(name, 0)
             if before and draw.random() < 0.02:
                 before = 0  # preempted
-            new = draw.randint(200, 900) if before < 700 else draw.choice((1, 1, 1, 4))
+            new = draw.randint(200, 900) if before < 700 else draw.choice((1, 4, 4))
             batch[name] = before, before + new
             lengths[name] = before + new - (draw.randint(0, 3) if new == 4 else 0)
         expected = StepStats()
@@ -282,6 +282,12 @@ def test_lines_of_json() -> None:
     assert line["decode"]["attended_pairs"] == line["decode"]["pairs"]["main"]
     assert {*RATIOS, "bytes_read"} <= line["decode"].keys()
     assert line["prefill"]["tokens"] == 5000 and line["prefill"]["sequences"] == 1
+
+
+def test_a_first_token_is_no_decode() -> None:
+    stats = Stats("qwen3-8b", drafts=1)
+    step = stats.step({"a": (0, 1), "b": (5, 7), "c": (5, 8)})
+    assert (step.prefill.tokens, step.decode.tokens) == (1 + 3, 2)
 
 
 def test_nothing_counts_as_nothing() -> None:

@@ -219,6 +219,8 @@ class Step:
             rows, gates = torch.randn(2, self.tokens, 1, width).unbind()
             pages = dict(plane=data, page_table=table, state=state, state_page_table=state_table, format="fp32")
             rewind = plane.entries - (span - 1)
+            done = sum(after // target.ratio - before // target.ratio for before, after in SPANS)
+            self.flops["compress"] = self.flops.get("compress", 0) + 2 * done * span * dim  # a weight for each element
             a = Compress(rows, gates, stride=target.ratio, span=span, max_rewind=rewind, **pages, **self.batch)
             with self.traffic.watch(self.monkeypatch):
                 compress(a, None)
@@ -248,5 +250,10 @@ def test_counts_are_those_of_the_references(name: str, number: int, monkeypatch:
     assert step.traffic.written == written
     assert bool(written) == ("state" in found.written)
     assert found.flops["attend"] == step.flops["attend"] > 0
-    if chosen is None or not chosen.bounds:  # bounds are not a matrix product in the reference
+    assert found.flops.get("compress", 0) == step.flops.get("compress", 0)
+    if chosen and chosen.bounds:  # no matrix product in the reference: both bounds by the query
+        assert found.flops["select"] == found.pairs["scored"] * chosen.heads * 2 * sum(
+            model.plane("index", number).rows
+        )
+    else:
         assert found.flops.get("select", 0) == step.flops.get("select", 0)
