@@ -33,15 +33,15 @@ def tiny(model: Model) -> Model:
 
     def layer(old: Layer) -> Layer:
         several = old.kv_heads > 1
+        q_heads = old.q_heads if old.q_heads < 10 else 2 * old.kv_heads
         chosen = old.selection
         if chosen:
-            heads = chosen.heads if several and chosen.out_heads == 4 else 8 if several else 3
+            heads = min(chosen.heads, q_heads) if several else 3
             chosen = replace(chosen, heads=heads, dim=DIMS.get(chosen.dim, chosen.dim))
         rows = [tuple(DIMS.get(row, row) for row in plane.rows) for plane in old.planes]
         cut = tuple(replace(plane, rows=row) for plane, row in zip(old.planes, rows, strict=True))
         qk_dim, v_dim = (DIMS.get(dim, dim) for dim in (old.qk_dim, old.v_dim))
-        heads = 8 if several else 4
-        return replace(old, q_heads=heads, qk_dim=qk_dim, v_dim=v_dim, planes=cut, selection=chosen)
+        return replace(old, q_heads=q_heads, qk_dim=qk_dim, v_dim=v_dim, planes=cut, selection=chosen)
 
     return Model(model.name, tuple(map(layer, model.layers)))
 
