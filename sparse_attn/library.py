@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import env, registry
-from .checks import dtype_name, expect, expect_apart, expect_tensor
+from .checks import dtype_name, expect, expect_apart, expect_tensor, refuse
 
 _library = torch.library.Library("sparse_attn", "DEF")
 _DEVICE_KEYS = ("CPU", "CUDA", "PrivateUse1")
@@ -127,12 +127,25 @@ def _checked(op: Op, a: Any, given: dict[str, Any] | None) -> tuple[Output, ...]
     return outputs
 
 
+def _check_gradients(op: Op, a: Any) -> None:
+    """Refuse tensors whose gradient PyTorch would follow: it would find none here, and only warn."""
+    for name, value in zip(a._fields, a, strict=True):
+        if isinstance(value, Tensor) and value.requires_grad:
+            expected = "a tensor without requires_grad, as this op has no gradient"
+            raise refuse(op.name, name, expected, "one with it", "detach it or use torch.no_grad()")
+
+
 def _check_apart(op: Op, a: Any, written: dict[str, Tensor | None]) -> None:
     """Refuse to write memory that the call also reads. It depends on addresses, so it is not remembered."""
     named = {name: value for name, value in (a._asdict() | written).items() if isinstance(value, Tensor)}
     for name, tensor in written.items():
         if tensor is not None:
             expect_apart(op.name, name, tensor, [other for n, other in named.items() if n != name])
+
+
+def _note_written(tensors: list[Tensor | None]) -> None:
+    """Tell autograd, so that a backward pass that saved one of them does not use what it holds now."""
+    torch.autograd.graph.increment_version([t for t in tensors if t is not None and not t.is_inference()])
 
 
 def define(op: Op) -> None:
@@ -142,22 +155,32 @@ def define(op: Op) -> None:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         impl, outputs = route(op, args, kwargs)
         a = op.arguments(*args, **kwargs)
+        if torch.is_grad_enabled():
+            _check_gradients(op, a)
         if op.writes:
             _check_apart(op, a, {name: getattr(a, name) for name in op.writes})
         returned, filled = _empty(a, outputs)
         impl.run(a, *filled)
+        if op.writes and not torch.is_inference_mode_enabled():
+            _note_written([getattr(a, name) for name in op.writes])
         return returned
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         a = op.arguments(*args, **kwargs)
+        if torch.is_grad_enabled():
+            _check_gradients(op, a)
         return _empty(a, _checked(op, a, None))[0]
 
     def kernel_out(*args: Any, **kwargs: Any) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
         impl, _ = route(op, args, kwargs, given)
         a = op.arguments(*args, **kwargs)
+        if torch.is_grad_enabled():
+            _check_gradients(op, a)
         _check_apart(op, a, {name: getattr(a, name) for name in op.writes} | given)
         impl.run(a, *given.values())
+        if not torch.is_inference_mode_enabled():
+            _note_written([*(getattr(a, name) for name in op.writes), *given.values()])
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}

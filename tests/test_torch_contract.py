@@ -433,3 +433,56 @@ def test_router_remembers_by_kind_of_call_and_stays_bounded(monkeypatch) -> None
         leading, kwargs = gqa(tokens)
         OPS.attend(*leading, **kwargs)
     assert len(library._memo) <= 3
+
+
+# autograd
+
+
+def test_tensors_with_a_gradient_are_refused() -> None:
+    plane, slots = torch.zeros(1, 4, 1, 8), torch.tensor([0, 1])
+    rows = torch.randn(2, 1, 8, requires_grad=True)
+    outs, lses = torch.randn(2, 5, 3, 8, requires_grad=True), torch.zeros(2, 5, 3)
+    out = torch.zeros(5, 3, 8), torch.zeros(5, 3)
+    why = (
+        "a tensor without requires_grad, as this op has no gradient, got one with it; detach it or use torch.no_grad()"
+    )
+    for call, sentence in (
+        (lambda: OPS.store(rows, plane, slots, format="fp32"), f"store: rows: expected {why}"),
+        (lambda: OPS.merge(outs, lses), f"merge: outs: expected {why}"),
+        (lambda: OPS.merge.out(outs, lses, out=out[0], lse=out[1]), f"merge: outs: expected {why}"),
+        (
+            lambda: OPS.merge(outs.detach(), lses, sinks=torch.zeros(3, requires_grad=True)),
+            f"merge: sinks: expected {why}",
+        ),
+    ):
+        with pytest.raises(sparse_attn.InvalidCall) as refused:
+            call()
+        assert str(refused.value) == sentence
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                call()
+    assert plane[0, :2].equal(rows.detach())
+    OPS.store(rows.detach(), plane, slots, format="fp32")
+    merge = torch.compile(lambda x: OPS.merge(x, lses)[0], fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="merge: outs: expected a tensor without requires_grad"):
+        merge(outs)
+    with torch.no_grad():
+        assert torch.equal(merge(outs), OPS.merge(outs, lses)[0])
+
+
+def test_autograd_knows_what_is_written() -> None:
+    plane, slots, rows = torch.ones(1, 4, 1, 8), torch.tensor([0, 1]), torch.randn(2, 1, 8)
+    weight = torch.ones(8, requires_grad=True)
+    for write in (
+        lambda: OPS.store(rows, plane, slots, format="fp32"),
+        lambda: OPS.convert(plane.clone(), plane, src_format="fp32", dst_format="fp32"),
+        lambda: OPS.load.out(plane, slots, format="fp32", out=rows),
+    ):
+        loss = (weight * plane).sum() + (weight * rows).sum()
+        write()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        private = torch.zeros(1, 4, 1, 8)
+        OPS.store(rows, private, slots, format="fp32")
+    OPS.store(rows, private, slots, format="fp32")  # has no version
