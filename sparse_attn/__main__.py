@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         return demo(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m sparse_attn", description="Sparse attention.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    commands.add_parser("doctor", help="what this machine has, and which kernels run on it")
+    commands.add_parser("doctor", help="what this machine has and runs, or how an engine runs a model, and what binds")
     commands.add_parser("plan", help="what a model's cache costs and buys on a device, and what binds")
     commands.add_parser("support", help="what each kernel can do: [OP] [--json | --markdown]")
     commands.add_parser("demo", help="a language model on sparse attention, and a report")

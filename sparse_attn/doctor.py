@@ -296,14 +296,28 @@ def _lines(value: Any, indent: str) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report. Returns 0 if a kernel can run an op here, else 1."""
+    """Print the report. Returns 0 if a kernel can run an op here, else 1; of a service as ``service.main``."""
     parser = argparse.ArgumentParser(prog="python -m sparse_attn doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    service = parser.add_argument_group("a service, instead of this machine: see docs/doctor.md")
+    service.add_argument("--model", metavar="NAME", help="a preset, as in plan")
+    service.add_argument("--engine", metavar="NAME", help="which is to run it: vllm, sglang, vllm-ascend, transformers")
+    service.add_argument("--device", metavar="NAME", help="on which, as in plan")
+    service.add_argument("--devices", metavar="FILE", help="devices of your own, as in plan")
+    service.add_argument("--format", metavar="FORMATS", help="of the planes, as in plan; else the engine's own")
+    service.add_argument(
+        "--metrics", nargs="+", metavar="SOURCE", help="URL or file of its metrics; or an older one too"
+    )
+    service.add_argument("--max-num-seqs", type=int, metavar="N", help="of the engine's options")
     parser.add_argument("--probe", nargs="+", choices=PROBES, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.probe:
         _answer(options.probe)
         return 0
+    if any(value for name, value in vars(options).items() if name not in ("json", "probe")):
+        from sparse_attn.service import main as of_service
+
+        return of_service(parser, options)
     report = collect()
     usable, advice = judge(report)
     if options.json:

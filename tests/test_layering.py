@@ -11,7 +11,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = sorted(path.parent.name for path in ROOT.glob("backends/*/__init__.py"))
-NO_TORCH = ("pages", "metrics", "admission", "stats", "planner", "devices", "weights", "traces")
+NO_TORCH = (
+    "pages",
+    "metrics",
+    "admission",
+    "stats",
+    "planner",
+    "devices",
+    "weights",
+    "traces",
+    "engines",
+    "exposition",
+    "diagnosis",
+)
 LOWEST = {"layout": (), "models": ("layout",), "codecs": ("layout",), "planes": ("layout", "codecs")}
 """What the files that hold descriptions may import of the package. The first two are data, without torch."""
 FOREIGN = ("triton", "torch_npu", "transformers", "vllm", "sglang", "numpy.f2py", "matplotlib")
