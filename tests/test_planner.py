@@ -194,6 +194,16 @@ def test_demand_of_a_trace():
     assert late.requests == 1  # a request that ends makes room for one that comes
 
 
+def test_a_trace_on_the_command_line(capsys, tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = ({"timestamp": 1000 * n, "input_length": 8000, "output_length": 192} for n in range(4))
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert main([*CALL, "--slo", "10ms", "--trace", str(path)]) == 0
+    shown = capsys.readouterr().out.split("\ntrace\n")[1]
+    assert re.search(r"requests in flight  2 .*median 8,192, longest 8,192", shown)  # each takes 1.92 s
+    assert re.search(r"binds first         bandwidth .* in use: fits", shown)
+
+
 def test_traces_of_both_kinds(tmp_path):
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [1]}\n')
