@@ -316,7 +316,7 @@ def blocks(page: Path) -> list[tuple[list[str], str]]:
     return [(shlex.split(command), output) for command, output in found]
 
 
-@pytest.mark.parametrize(("command", "output"), blocks(PAGE), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("command", "output"), blocks(PAGE), ids=[command[2] for command, _ in blocks(PAGE)])
 def test_commands_of_the_page(capsys, command, output):
     assert main(command) == 0
     assert capsys.readouterr().out == output
