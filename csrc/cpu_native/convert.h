@@ -97,10 +97,78 @@ inline void convert_row(Number from, const char* row, int32_t dim, uint16_t* to)
   });
 }
 
+// Magnitudes of e4m3 as bf16, by their code. The last bit, which none of them needs, marks those
+// that a power of two multiplies by moving the exponent: neither zero nor NaN.
+struct E4m3Magnitudes {
+  constexpr E4m3Magnitudes() : at() {
+    for (int code = 1; code < 127; ++code) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (exponent == 0) {  // denormal
+        for (exponent = 1; mantissa < 8; --exponent) mantissa *= 2;
+        mantissa -= 8;
+      }
+      at[code] = static_cast<uint16_t>((exponent + 120) << 7 | mantissa << 4 | 1);
+    }
+    at[127] = 0x7fc0;
+  }
+
+  alignas(64) uint16_t at[128];
+};
+
+constexpr E4m3Magnitudes kE4m3Magnitudes;
+
+// Whether every scale is a power of two, and such that no product leaves the normal numbers.
+inline bool moves_exponents(const GroupScales& scales, int32_t groups) {
+  for (int32_t i = 0; i < groups; ++i) {
+    const uint32_t bits = bits_of(scales.at[i]);
+    if ((bits & 0x007fffff) != 0 || bits < 10u << 23 || bits > 246u << 23) return false;
+  }
+  return true;
+}
+
+// e4m3 times such scales, as a sum in the exponent.
+inline void scale_e4m3(const char* row, int32_t dim, int32_t group, const GroupScales& scales,
+                       uint16_t* to) {
+  __m512i table[4];
+  for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(kE4m3Magnitudes.at + i * kPair);
+  for (int32_t i = 0; i < dim; i += kPair) {
+    const int32_t exponent = static_cast<int32_t>(bits_of(scales.at[i / group]) >> 23) - 127;
+    const __m512i move = _mm512_set1_epi16(static_cast<int16_t>(exponent * 128 - 1));
+    const __m512i codes =
+        _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + i)));
+    const __mmask32 upper = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
+    __m512i x = _mm512_mask2_permutex2var_epi16(table[2], codes, upper, table[3]);
+    x = _mm512_mask2_permutex2var_epi16(table[0], x, ~upper, table[1]);
+    x = _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(1)), x, move);
+    const __m512i signs = _mm512_slli_epi16(codes, 8);
+    x = _mm512_or_si512(x, _mm512_and_si512(signs, _mm512_set1_epi16(INT16_MIN)));
+    _mm512_storeu_si512(to + i, x);
+  }
+}
+
+// e2m1 times the scales of groups: a table of all products for each 16 elements.
+inline void scale_e2m1(const char* row, int32_t dim, int32_t group, const GroupScales& scales,
+                       uint16_t* to) {
+  const char codes[] = "\x10\x32\x54\x76\x98\xba\xdc\xfe";
+  const Floats numbers = load_as_floats<Number::kE2m1>(codes);
+  const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+  for (int32_t i = 0; i < dim; i += kPair) {
+    const Floats products =
+        join_bf16(numbers * scales.of(i / group), numbers * scales.of((i + kWidth) / group));
+    __m512i x = (__m512i)load_bytes(row + i / 2);
+    x = _mm512_or_si512(x, _mm512_slli_epi32(x, 12));
+    x = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi16(15)), second);
+    _mm512_storeu_si512(to + i, _mm512_permutexvar_epi16(x, (__m512i)products));
+  }
+}
+
 // As above, products rounded to bf16. Exact if elements are e4m3 and scales are powers of two, or
 // if elements are e2m1.
 inline void scale_row(Number from, const char* row, int32_t dim, int32_t group,
                       const GroupScales& scales, uint16_t* to) {
+  if (from == Number::kE2m1) return scale_e2m1(row, dim, group, scales, to);
+  if (from == Number::kE4m3 && moves_exponents(scales, dim / group))
+    return scale_e4m3(row, dim, group, scales, to);
   with_type(from, [&](auto type) {
     constexpr Number kFrom = type;
     const auto scaled = [&](int32_t i) {

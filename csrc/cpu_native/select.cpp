@@ -15,6 +15,9 @@
 namespace sparse_attn {
 namespace {
 
+// Products of elements below which starting threads costs more than they save.
+constexpr int64_t kLeastWork = 1 << 21;
+
 const SelectKernels& kernels_for(Isa isa) {
 #if defined(__x86_64__)
   switch (isa) {
@@ -237,7 +240,11 @@ std::vector<Rows> cut_rows(const SelectParams& p) {
 
 class Call {
  public:
-  explicit Call(const SelectParams& p) : p_(p), kernels_(kernels_for(p.isa)), rows_(cut_rows(p)) {
+  explicit Call(const SelectParams& p)
+      : p_(p),
+        kernels_(kernels_for(p.isa)),
+        rows_(cut_rows(p)),
+        threads_(has_work_for_threads() ? p.threads : 1) {
     for (const Rows& rows : rows_) most_rows_ = std::max(most_rows_, rows.rows);
     // No list has more units than entries have pages, but for one at either end.
     const int64_t entries = p.keys.max_pages * p.keys.page_size;
@@ -252,7 +259,7 @@ class Call {
   bool run() {
     const int64_t items = static_cast<int64_t>(rows_.size()) * p_.lists;
     if (items == 0) return true;
-    if (p_.threads == 1 || items >= 4 * p_.threads || chunks_between_cuts(p_) == 0) {
+    if (threads_ == 1 || items >= 4 * threads_ || chunks_between_cuts(p_) == 0) {
       run_whole(items);
     } else {
       run_parts(items);
@@ -261,6 +268,19 @@ class Call {
   }
 
  private:
+  // Whether the call multiplies at least kLeastWork elements, by what its ranges admit.
+  bool has_work_for_threads() const {
+    int64_t work = 0;
+    for (const Rows& rows : rows_) {
+      const int64_t last = rows.rows - 1;
+      const EntryRange entries =
+          entries_of(p_, rows.sequence, rows.row + last, rows.position + last);
+      work += rows.rows * size_of(entries) * p_.heads * p_.dim;
+      if (work >= kLeastWork) return true;
+    }
+    return false;
+  }
+
   int64_t best_bytes() const { return most_rows_ * (unit_words_ + block_words_) * 8; }
 
   int64_t worker_bytes() const { return (scratch_bytes_ + spare_words_ * 8 + 63) / 64 * 64; }
@@ -287,8 +307,8 @@ class Call {
   void run_whole(int64_t items) {
     const int64_t sums = (sum_floats_ * 4 + 63) / 64 * 64;
     const int64_t bytes = worker_bytes() + sums + (best_bytes() + 63) / 64 * 64;
-    char* memory = thread_memory(0, bytes * p_.threads);
-    parallel_for(items, p_.threads, [&](int64_t item, int32_t worker) {
+    char* memory = thread_memory(0, bytes * threads_);
+    parallel_for(items, threads_, [&](int64_t item, int32_t worker) {
       if (failed_.load(std::memory_order_relaxed)) return;
       char* scratch = memory + worker * bytes;
       auto* spare = reinterpret_cast<uint64_t*>(scratch + scratch_bytes_);
@@ -332,7 +352,7 @@ class Call {
       chunks += works[static_cast<size_t>(item)].chunks;
     }
     const int64_t grain = chunks_between_cuts(p_);
-    const int64_t each = ceil_divide(chunks / (4 * p_.threads) + 1, grain) * grain;
+    const int64_t each = ceil_divide(chunks / (4 * threads_) + 1, grain) * grain;
     std::vector<int64_t> first_part, first_sum;
     int64_t sums = 0;
     for (Work& work : works) {
@@ -351,7 +371,7 @@ class Call {
     }
     const int64_t count = static_cast<int64_t>(parts.size());
     const int64_t worker = worker_bytes();
-    char* scratch = thread_memory(0, worker * p_.threads);
+    char* scratch = thread_memory(0, worker * threads_);
     const int64_t sum_bytes = (sums * sum_floats_ * 4 + 63) / 64 * 64;
     char* memory = thread_memory(1, sum_bytes + count * best_bytes());
     auto* all_sums = reinterpret_cast<float*>(memory);
@@ -365,7 +385,7 @@ class Call {
     };
 
     if (sum_floats_ > 0) {
-      parallel_for(count, p_.threads, [&](int64_t i, int32_t w) {
+      parallel_for(count, threads_, [&](int64_t i, int32_t w) {
         const Part& part = parts[static_cast<size_t>(i)];
         if (failed_.load(std::memory_order_relaxed)) return;
         const SelectBlock& block = part.work->block;
@@ -382,7 +402,7 @@ class Call {
         part.work->open_parts = part.work->parts;
       });
     }
-    parallel_for(count, p_.threads, [&](int64_t i, int32_t w) {
+    parallel_for(count, threads_, [&](int64_t i, int32_t w) {
       const Part& part = parts[static_cast<size_t>(i)];
       if (failed_.load(std::memory_order_relaxed)) return;
       const SelectBlock& block = part.work->block;
@@ -471,6 +491,7 @@ class Call {
   const SelectParams& p_;
   const SelectKernels& kernels_;
   const std::vector<Rows> rows_;
+  const int32_t threads_;
   int32_t most_rows_ = 1;
   int64_t unit_words_, block_words_, spare_words_;
   int64_t scratch_bytes_, sum_floats_;
