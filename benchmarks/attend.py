@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import sparse_attn
 from sparse_attn import layout, resolve
 from sparse_attn.ops.attend import Attend
+from sparse_attn.planes import Plane
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VARIANTS = 4
@@ -64,10 +66,20 @@ PREFILL = [
     Shape("gqa 32/8 prefill", 32, 8, 128, 128, 1024, rows=1024),
     Shape("v3.2 128 heads prefill", 128, 1, 576, 512, 8192, 2048, rows=16, separate_v=False),
 ]
+PACKED = [
+    (SHAPES[0], "fp8_v32", ""),
+    (SHAPES[0], "int8_v32", ""),
+    (SHAPES[1], "fp8_v32", ""),
+    (SHAPES[2], "fp8_v4_planar", "fp8_v4_planar"),
+    (SHAPES[2], "fp4_v41", "fp8_v41"),
+]
+"""Shapes on packed planes: the format of the main plane, and of the window plane."""
 
 
 def cases() -> Iterator[Callable[[], Case]]:
     """Makers of every case; each holds its memory only while it is measured."""
+    for packed in PACKED:
+        yield partial(make, packed[0], 1, "bf16", *packed[1:])
     for shape in SHAPES:
         for batch in (1, 8):
             for dtype in DTYPES:
@@ -81,18 +93,25 @@ def cases() -> Iterator[Callable[[], Case]]:
             yield partial(make, shape, 1, dtype, dtype)
 
 
-def name_of(shape: Shape, batch: int, dtype: str, format: str) -> str:
-    return f"{shape.name}, B {batch}, {dtype}" + ("" if format == dtype else f", kv {format}")
+def name_of(shape: Shape, batch: int, dtype: str, format: str, win_format: str = "") -> str:
+    name = f"{shape.name}, B {batch}, {dtype}" + ("" if format == dtype else f", kv {format}")
+    return name + (f", window {win_format}" if win_format else "")
 
 
 def rows_of(format: str, *shape: int) -> tuple[Tensor, Tensor | None]:
+    f = layout.FORMATS[format]
+    if f.packed:
+        plane = torch.zeros(f.shape(*shape), dtype=torch.uint8)
+        rows = torch.randn(shape[0] * shape[1], *shape[2:])
+        sparse_attn.store(rows, plane, torch.arange(len(rows)), format=format, page_size=shape[1])
+        return plane, None
     if layout.FORMATS[format].scale_dtype:
         scale = torch.rand(shape[:-1], dtype=torch.float32).half() * 0.02 + 0.01
         return torch.randint(-127, 128, shape, dtype=torch.int8), scale
     return torch.randn(shape).to(DTYPES[format]), None
 
 
-def make(shape: Shape, batch: int, dtype: str, format: str) -> Case:
+def make(shape: Shape, batch: int, dtype: str, format: str, win_format: str = "") -> Case:
     """One case. The window's plane has its own pages, as in models that have one."""
     g = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -103,7 +122,8 @@ def make(shape: Shape, batch: int, dtype: str, format: str) -> Case:
     kv, kv_scale = rows_of(format, pages, shape.page, shape.kv_heads, shape.qk_dim)
     v, v_scale = rows_of(format, pages, shape.page, shape.kv_heads, shape.v_dim) if shape.separate_v else (None, None)
     tables = torch.randperm(pages, generator=g).int().view(sequences, per_sequence)
-    window = rows_of(dtype, batch * 4, shape.page, shape.kv_heads, shape.qk_dim)[0] if shape.window else None
+    win_format = win_format or dtype
+    window = rows_of(win_format, batch * 4, shape.page, shape.kv_heads, shape.qk_dim)[0] if shape.window else None
     window_table = torch.full((batch, per_sequence), -1, dtype=torch.int32)
     window_table[:, -2:] = torch.randperm(batch * 4, generator=g).int()[: batch * 2].view(batch, 2)
 
@@ -125,11 +145,13 @@ def make(shape: Shape, batch: int, dtype: str, format: str) -> Case:
             v_scale=v_scale,
             page_table=table,
             format=format,
+            page_size=shape.page,
             indices=select(shape, tokens, g) if shape.selected else None,
             select_block=shape.block,
             win=window,
             win_page_table=None if window is None else window_table,
-            win_format=dtype,
+            win_format=win_format,
+            win_page_size=shape.page if shape.window else 0,
             window=shape.window,
         )
         variants.append(a)
@@ -138,12 +160,17 @@ def make(shape: Shape, batch: int, dtype: str, format: str) -> Case:
     pairs = tokens * attended if attended else batch * sum(range(shape.context - shape.rows + 1, shape.context + 1))
     entry = shape.kv_heads * layout.FORMATS[format].entry_bytes(shape.qk_dim)
     entry += shape.kv_heads * layout.FORMATS[format].entry_bytes(shape.v_dim) if shape.separate_v else 0
+    functions = {
+        "sparse_attn": lambda i: run(impl, variants[i]),
+        **(sparse_peers(shape, variants) if shape.selected else dense_peers(shape, variants)),
+    }
+    if layout.FORMATS[format].packed:  # before the last peer, so that both calls of ours follow one
+        plain = [in_bf16(shape, a) for a in variants]
+        name, last = functions.popitem()
+        functions |= {"sparse_attn in bf16": lambda i: run(impl, plain[i]), name: last}
     return Case(
-        name_of(shape, batch, dtype, format),
-        {
-            "sparse_attn": lambda i: run(impl, variants[i]),
-            **(sparse_peers(shape, variants) if shape.selected else dense_peers(shape, variants)),
-        },
+        name_of(shape, batch, dtype, format, "" if win_format == dtype else win_format),
+        functions,
         flops=2.0 * pairs * shape.q_heads * (shape.qk_dim + shape.v_dim),
         bytes=float(entry * (tokens * attended if attended else batch * shape.context)),
     )
@@ -161,6 +188,22 @@ def run(impl, a: Attend) -> Tensor:
     out = a.q.new_empty(a.q.shape[0], a.q.shape[1], a.v_dim)
     impl.run(a, out, None)
     return out
+
+
+def numbers(shape: Shape, plane: Tensor, format: str, at: Tensor) -> Tensor:
+    """Rows at slots ``at [N]`` of a packed plane, dequantised by torch."""
+    packed = Plane(plane, format, None, shape.page)
+    return packed.rows(packed.at(at))[:, 0]
+
+
+def in_bf16(shape: Shape, a: Attend) -> Attend:
+    """The same call on the numbers of its planes in bf16."""
+    changed: dict[str, object] = {}
+    for name, format, plane in (("kv", "format", a.kv), ("win", "win_format", a.win)):
+        if plane is not None:
+            rows = numbers(shape, plane, getattr(a, format), torch.arange(len(plane) * shape.page))
+            changed |= {name: rows.bfloat16().view(-1, shape.page, 1, shape.qk_dim), format: "bf16"}
+    return a._replace(**changed)
 
 
 def slots(shape: Shape, a: Attend) -> Tensor:
@@ -187,7 +230,9 @@ def sparse_peers(shape: Shape, variants: list[Attend]) -> dict[str, Callable[[in
     where_window = [window_slots(shape, a) for a in variants] if shape.window else []
     groups, size = shape.kv_heads, shape.q_heads // shape.kv_heads
 
-    def gather(plane: Tensor, scales: Tensor | None, at: Tensor, dtype: torch.dtype) -> Tensor:
+    def gather(plane: Tensor, format: str, scales: Tensor | None, at: Tensor, dtype: torch.dtype) -> Tensor:
+        if layout.FORMATS[format].packed:
+            return numbers(shape, plane, format, at.flatten()).to(dtype).view(-1, at.shape[-1], shape.qk_dim)
         rows = plane.view(-1, plane.shape[-1]).index_select(0, at.flatten())
         if scales is not None:
             rows = rows.to(dtype) * scales.view(-1).index_select(0, at.flatten()).to(dtype)[:, None]
@@ -196,10 +241,10 @@ def sparse_peers(shape: Shape, variants: list[Attend]) -> dict[str, Callable[[in
     def operands(i: int) -> tuple[Tensor, Tensor, Tensor]:
         a = variants[i]
         assert a.kv is not None
-        keys = gather(a.kv, a.kv_scale, where[i], a.q.dtype)
+        keys = gather(a.kv, a.format, a.kv_scale, where[i], a.q.dtype)
         if a.win is not None:
-            keys = torch.cat([gather(a.win, None, where_window[i], a.q.dtype), keys], dim=1)
-        values = keys[..., : a.v_dim] if a.v is None else gather(a.v, a.v_scale, where[i], a.q.dtype)
+            keys = torch.cat([gather(a.win, a.win_format, None, where_window[i], a.q.dtype), keys], dim=1)
+        values = keys[..., : a.v_dim] if a.v is None else gather(a.v, a.format, a.v_scale, where[i], a.q.dtype)
         return a.q.view(-1, size, a.q.shape[-1]), keys, values
 
     def matmul(i: int) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from attend import DTYPES, VARIANTS, Case, rows_of
+from attend import DTYPES, VARIANTS, Case, numbers, rows_of
 from torch import Tensor
 
 from sparse_attn import layout, resolve
@@ -44,6 +44,8 @@ CONTEXTS = (8192, 32768, 131072)
 
 def cases() -> Iterator[Callable[[], Case]]:
     """Makers of every case; each holds its memory only while it is measured."""
+    for format in ("fp8_index_planar", "int8_index_planar", "fp4_index_planar"):
+        yield partial(make, INDEXER, 32768, "bf16", format)
     for context in CONTEXTS:
         for dtype in ("bf16", "fp32"):
             yield partial(make, INDEXER, context, dtype, dtype)
@@ -87,6 +89,7 @@ def make(shape: Shape, context: int, dtype: str, format: str) -> Case:
             context,
             key_scale=key_scale,
             format=format,
+            page_size=shape.page,
             score=shape.score,
             out_heads=shape.out_heads,
         )
@@ -95,9 +98,17 @@ def make(shape: Shape, context: int, dtype: str, format: str) -> Case:
     impl = resolve("select", **dict(variants[0]._asdict()))
     pairs = sum(range(context - shape.rows + 1, context + 1))
     entry = shape.key_heads * layout.FORMATS[format].entry_bytes(shape.dim)
+    functions = {
+        "sparse_attn": lambda i: run(impl, variants[i]),
+        "gather + matmul + topk": lambda i: peer(shape, variants[i]),
+    }
+    if layout.FORMATS[format].packed:
+        rows = numbers(shape, keys, format, torch.arange(pages * shape.page)).bfloat16()
+        plain = rows.view(pages, shape.page, 1, shape.dim)
+        functions["sparse_attn in bf16"] = lambda i: run(impl, variants[i]._replace(keys=plain, format="bf16"))
     return Case(
         name_of(shape, context, dtype, format),
-        {"sparse_attn": lambda i: run(impl, variants[i]), "gather + matmul + topk": lambda i: peer(shape, variants[i])},
+        functions,
         flops=2.0 * pairs * shape.q_heads * shape.dim,
         bytes=float(entry * context),
     )
@@ -111,7 +122,11 @@ def run(impl, a: Select) -> Tensor:
 
 
 def peer(shape: Shape, a: Select) -> Tensor:
-    keys = a.keys.index_select(0, a.page_table[0]).flatten(0, 1)
+    if layout.FORMATS[a.format].packed:
+        slots = a.page_table[0].long()[:, None] * shape.page + torch.arange(shape.page)
+        keys = numbers(shape, a.keys, a.format, slots.flatten()).to(a.q.dtype)[:, None]
+    else:
+        keys = a.keys.index_select(0, a.page_table[0]).flatten(0, 1)
     scale = a.scale
     if a.key_scale is not None:
         keys = keys.to(a.q.dtype)
@@ -130,7 +145,8 @@ def peer(shape: Shape, a: Select) -> Tensor:
 
 
 def check(case: Case) -> None:
-    """Raise if the peer selects something else, but for scores that differ by rounding."""
-    ours, theirs = (function(0) for function in case.functions.values())
-    for mine, other in zip(ours.flatten(0, 1).tolist(), theirs.flatten(0, 1).tolist(), strict=True):
-        assert len(set(mine) & set(other)) >= (0.9 if "bf16" in case.name else 0.99) * len(mine), case.name
+    """Raise if another selects something else, but for scores that differ by rounding."""
+    ours, *others = (function(0) for function in case.functions.values())
+    for theirs in others:
+        for mine, other in zip(ours.flatten(0, 1).tolist(), theirs.flatten(0, 1).tolist(), strict=True):
+            assert len(set(mine) & set(other)) >= (0.9 if "bf16" in case.name else 0.99) * len(mine), case.name

@@ -163,6 +163,20 @@ def test_every_number_of_a_packed_row(isa: str, dtype: str, format: str) -> None
     torch.testing.assert_close(lse[:, 1], wanted, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_that_are_no_normal_numbers(isa: str, dtype: str) -> None:
+    """A power of two moves the exponent of a number only as far as there are exponents."""
+    shape = dict(format="fp8_v41", q_heads=1, kv_heads=1, qk_dim=512, v_dim=512, lengths=(1,), rows=(1,), padding=0)
+    leading, kwargs = cases.attend(**shape, dtype=dtype)
+    for code, scale in ((0x7E, 250), (0xFE, 246 + 1), (0x01, 3), (0x81, 8)):
+        kwargs["kv"][..., :512], kwargs["kv"][..., 512:] = code, scale
+        out, lse = cases.run(IMPL, (leading[0] * 0, *leading[1:]), kwargs)
+        if scale > 200:  # infinity times a query of zero
+            assert out.isnan().all() and lse.isnan().all()
+        else:
+            assert (out.abs() <= 2.0**-126).all() and (lse == 0).all()
+
+
 @pytest.mark.parametrize("q_heads", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 48, 127, 128])
 @pytest.mark.parametrize(("dtype", "format"), [("float32", "fp32"), ("bfloat16", "bf16")])
 def test_any_number_of_heads(isa: str, q_heads: int, dtype: str, format: str) -> None:
