@@ -1,12 +1,11 @@
 """The suite is tested itself on the native kernel: faults in a copy of its source, compiled, must be noticed.
 
 Each fault is compiled for the portable instruction set, which shares its source with the others, and runs in a process
-of its own: a fault may crash it.
+of its own, of `kernel_probes.py`: a fault may crash it.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import os
 import shutil
@@ -15,13 +14,6 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-
-if __name__ == "__main__":  # the module under test takes the place of the built one, before anything asks for that
-    loader = importlib.machinery.ExtensionFileLoader("sparse_attn._cpu_native", sys.argv[1])
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    sys.modules[loader.name] = importlib.util.module_from_spec(spec)
-    loader.exec_module(sys.modules[loader.name])
 
 import cases
 import compressions
@@ -371,23 +363,35 @@ PROBES: dict[str, Callable[[], None]] = {
 }
 
 
-def passes(path: Path, probes: list[str]) -> bool:
-    """Whether every probe passes with the module at ``path``, tried in a process that loads no other."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", SPARSE_ATTN_CPU_ISA="portable")
-    command = [sys.executable, __file__, str(path), *probes]
-    return subprocess.run(command, env=environment, stderr=subprocess.DEVNULL).returncode == 0
+class Prober:
+    """Tries modules in processes that load no other."""
+
+    def __init__(self) -> None:
+        environment = dict(os.environ, OMP_NUM_THREADS="1", SPARSE_ATTN_CPU_ISA="portable")
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.server = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("kernel_probes.py")], env=environment, text=True, **pipes
+        )
+
+    def passes(self, module: Path, probes: list[str]) -> bool:
+        """Whether every probe passes."""
+        assert self.server.stdin is not None and self.server.stdout is not None
+        print(module, *probes, file=self.server.stdin, flush=True)
+        return int(self.server.stdout.readline()) == 0
 
 
-def test_the_kernel_itself_passes(build: Build) -> None:
-    assert passes(build.module(0, "store.cpp", "namespace", "namespace"), list(PROBES))
+@pytest.fixture(scope="module")
+def prober():
+    prober = Prober()
+    yield prober
+    prober.server.communicate()
+
+
+def test_the_kernel_itself_passes(build: Build, prober: Prober) -> None:
+    assert prober.passes(build.module(0, "store.cpp", "namespace", "namespace"), list(PROBES))
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault[0] for fault in FAULTS])
-def test_fault_is_noticed(build: Build, number: int) -> None:
+def test_fault_is_noticed(build: Build, prober: Prober, number: int) -> None:
     _, file, old, new, probe = FAULTS[number]
-    assert not passes(build.module(number + 1, file, old, new), [probe])
-
-
-if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        PROBES[name]()
+    assert not prober.passes(build.module(number + 1, file, old, new), [probe])
