@@ -5,7 +5,7 @@ Draft (multi-token prediction) layers are left out. Heads are those of the whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
@@ -239,39 +239,63 @@ def _last(numbers: Sequence[int], upto: int) -> int:
     return max(number for number in numbers if number <= upto)
 
 
-def _mla(name: str, layers: int, q_heads: int, index_heads: int, full: Sequence[int]) -> Model:
-    """MLA with a lightning indexer in the layers ``full``; the others attend by the list of the last of these."""
+def mla(
+    name: str,
+    layers: int,
+    q_heads: int,
+    selection: Selection | None = None,
+    full: Sequence[int] = (),
+    latent: int = 512,
+    rope: int = 64,
+    formats: tuple[str, str] = ("fp8_v32", "fp8_index"),
+) -> Model:
+    """MLA in the absorbed form; with a lightning indexer in the layers ``full``, the others of which attend by the
+    list of the last of these. No ``selection``: dense. ``formats`` are those of the latents and the index keys.
+    """
 
-    main, index = Plane("main", (576,), "fp8_v32"), Plane("index", (128,), "fp8_index")
-    selection = Selection(2048, index_heads, 128, weighted=True)
+    main = Plane("main", (latent + rope,), formats[0])
 
     def layer(number: int) -> Layer:
-        plain = Layer(number, q_heads, 1, 576, 512, (main,), kv_owner=number)
+        plain = Layer(number, q_heads, 1, latent + rope, latent, (main,), kv_owner=number)
+        if selection is None:
+            return plain
         if number in full:
-            return _selecting(plain, index, selection)
+            return _selecting(plain, Plane("index", (selection.dim,), formats[1]), selection)
         return replace(plain, selection=selection, selection_owner=_last(full, number))
 
     return Model(name, tuple(map(layer, range(layers))))
 
 
-def _deepseek_v4(name: str, ratios: Sequence[int], q_heads: int, k: int) -> Model:
-    """V4: every layer has a window; ratio 4 selects, ratio 128 attends to every compressed entry."""
+def deepseek_v4(
+    name: str,
+    ratios: Sequence[int],
+    q_heads: int,
+    selection: Selection,
+    dim: int = 512,
+    window: int = 128,
+    overlapping: int = 4,
+    formats: tuple[str, str] = ("fp8_v4", "fp4_index"),
+) -> Model:
+    """V4: every layer has a window; ratio ``overlapping`` selects, a larger one attends to every compressed entry.
+
+    ``ratios`` of each layer (0: a window and no more). ``formats`` are those of KV entries and the index keys.
+    """
 
     def layer(number: int, ratio: int) -> Layer:
-        window = Plane("window", (512,), "fp8_v4", entries=128)
-        windowed = Layer(number, q_heads, 1, 512, 512, (window,), window=128, sinks=True)
+        raw = Plane("window", (dim,), formats[0], entries=window)
+        windowed = Layer(number, q_heads, 1, dim, dim, (raw,), window=window, sinks=True)
         if not ratio:
             return windowed
-        main = Plane("main", (512,), "fp8_v4", ratio=ratio)
-        # state rows are values and gate logits; ratio 4 keeps two groups, which overlap: a half of each row for each
-        wide, rows = (2, 8) if ratio == 4 else (1, ratio)
-        state = Plane("state", (wide * 512, wide * 512), "fp32", entries=rows)
-        dense = replace(windowed, planes=(window, main, state), kv_owner=number)
-        if ratio != 4:
+        main = Plane("main", (dim,), formats[0], ratio=ratio)
+        # state rows are values and gate logits; overlapping groups are two, a half of each row for each
+        wide, rows = (2, 2 * ratio) if ratio == overlapping else (1, ratio)
+        state = Plane("state", (wide * dim, wide * dim), "fp32", entries=rows)
+        dense = replace(windowed, planes=(raw, main, state), kv_owner=number)
+        if ratio != overlapping:
             return dense
-        index_state = Plane("state", (wide * 128, wide * 128), "fp32", entries=rows)
+        index_state = Plane("state", (wide * selection.dim, wide * selection.dim), "fp32", entries=rows)
         full = replace(dense, planes=(*dense.planes, index_state))
-        return _selecting(full, Plane("index", (128,), "fp4_index", ratio=ratio), Selection(k, 64, 128, weighted=True))
+        return _selecting(full, Plane("index", (selection.dim,), formats[1], ratio=ratio), selection)
 
     return Model(name, tuple(layer(number, ratio) for number, ratio in enumerate(ratios)))
 
@@ -457,20 +481,19 @@ def _selecting(layer: Layer, index: Plane, selection: Selection) -> Layer:
     return replace(layer, planes=planes, selection=selection, index_owner=own, selection_owner=own)
 
 
-def _minimax_m3() -> Model:
-    """MiniMax-M3: three dense layers, then blocks of 128 tokens by index keys that all heads share."""
-    index = Plane("index", (128,), "bf16")
-    selection = Selection(16, 4, 128, out_heads=4, block=128, keep_last=1, score="dot", pool="max")
-    dense = gqa("minimax-m3", 60, 64, 4, 128).layers
-    return Model("minimax-m3", (*dense[:3], *(_selecting(layer, index, selection) for layer in dense[3:])))
+def selecting(model: Model, numbers: Collection[int], selection: Selection, format: str = "bf16") -> Model:
+    """The dense ``model`` whose layers ``numbers`` select by an index plane of their own, with a row for all heads."""
+    index = Plane("index", (selection.dim,), format)
+    chosen = (_selecting(layer, index, selection) if layer.number in numbers else layer for layer in model.layers)
+    return Model(model.name, tuple(chosen))
 
 
 PRESETS: dict[str, Model] = {
     model.name: model
     for model in (
-        _mla("deepseek-v3.2", 61, 128, 64, full=range(61)),
-        _deepseek_v4("deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4], 64, k=512),
-        _deepseek_v4("deepseek-v4-pro", [128, 128, *[4, 128] * 29, 4], 128, k=1024),
+        mla("deepseek-v3.2", 61, 128, Selection(2048, 64, 128, weighted=True), full=range(61)),
+        deepseek_v4("deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4], 64, Selection(512, 64, 128, weighted=True)),
+        deepseek_v4("deepseek-v4-pro", [128, 128, *[4, 128] * 29, 4], 128, Selection(1024, 64, 128, weighted=True)),
         deepseek_v41(
             "deepseek-v4.1-flash",
             [0] * 2 + [2] * 18 + [1] * 20,
@@ -478,9 +501,14 @@ PRESETS: dict[str, Model] = {
             index_sources=(2, 8, 14, 20, 24, 28, 32, 36),
             candidate_source=20,
         ),
-        _mla("glm-5", 78, 64, 32, full=range(78)),
-        _mla("glm-5.2", 78, 64, 32, full=(0, 1, *range(2, 78, 4))),
-        _minimax_m3(),
+        mla("glm-5", 78, 64, Selection(2048, 32, 128, weighted=True), full=range(78)),
+        mla("glm-5.2", 78, 64, Selection(2048, 32, 128, weighted=True), full=(0, 1, *range(2, 78, 4))),
+        # three dense layers, then blocks of 128 tokens by index keys that all heads share
+        selecting(
+            gqa("minimax-m3", 60, 64, 4, 128),
+            range(3, 60),
+            Selection(16, 4, 128, out_heads=4, block=128, keep_last=1, score="dot", pool="max"),
+        ),
         gqa("llama-3.1-8b", 32, 32, 8, 128),
         gqa("qwen3-8b", 36, 32, 8, 128),
         gqa("smollm2-135m", 30, 9, 3, 64),
