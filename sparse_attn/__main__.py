@@ -1,9 +1,10 @@
-"""``python -m sparse_attn``: doctor, plan, support, demo, version."""
+"""``python -m sparse_attn``: doctor, plan, metrics, support, demo, version."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,6 +18,13 @@ def main(argv: list[str] | None = None) -> int:
         from .plan import main as plan
 
         return plan(argv[1:])
+    if argv[:1] == ["metrics"]:
+        from .metrics import main as metrics
+
+        return metrics(argv[1:])
+    if argv[:1] in (["support"], ["demo"]) and not find_spec("torch"):
+        print(f"{argv[0]} needs torch 2.9 or newer, which is not installed: pip install torch", file=sys.stderr)
+        return 1
     if argv[:1] == ["support"]:
         from .support import main as support
 
@@ -29,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("doctor", help="what this machine has and runs, or how an engine runs a model, and what binds")
     commands.add_parser("plan", help="what a model's cache costs and buys on a device, and what binds")
+    commands.add_parser("metrics", help="what is exported to Prometheus: [--dashboard | --alerts] [--model NAME]")
     commands.add_parser("support", help="what each kernel can do: [OP] [--json | --markdown]")
     commands.add_parser("demo", help="a language model on sparse attention, and a report")
     commands.add_parser("version", help="print the version")

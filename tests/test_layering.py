@@ -12,20 +12,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BACKENDS = sorted(path.parent.name for path in ROOT.glob("backends/*/__init__.py"))
 NO_TORCH = (
-    "pages",
-    "metrics",
-    "admission",
-    "stats",
-    "planner",
-    "devices",
-    "weights",
-    "traces",
-    "engines",
-    "exposition",
-    "diagnosis",
+    *("pages", "metrics", "records", "observer", "dashboard", "admission", "stats"),
+    *("planner", "devices", "weights", "traces", "engines", "exposition", "diagnosis"),
 )
-LOWEST = {"layout": (), "models": ("layout",), "codecs": ("layout",), "planes": ("layout", "codecs")}
-"""What the files that hold descriptions may import of the package. The first two are data, without torch."""
+LOWEST = {
+    "layout": (),
+    "models": ("layout",),
+    "configs": ("layout", "models"),
+    "codecs": ("layout",),
+    "planes": ("layout", "codecs"),
+}
+"""What the files that hold descriptions may import of the package."""
+DATA = ("layout", "models", "configs")
+"""Those that are data, without torch."""
 FOREIGN = ("triton", "torch_npu", "transformers", "vllm", "sglang", "numpy.f2py", "matplotlib")
 
 
@@ -78,7 +77,7 @@ def violations(path: Path, source: str | None = None) -> list[str]:
             wrong |= {m for m in imports(path, source) if within(m, "torch")}
     elif layer and layer[0] in LOWEST:
         wrong = {m for m in ours if not within(m, *_package(*LOWEST[layer[0]]))}
-        if layer[0] in ("layout", "models"):
+        if layer[0] in DATA:
             wrong |= {m for m in imports(path, source) if within(m, "torch")}
     elif layer == ["backends"] and name != "sparse_attn.backends":
         own = ".".join(name.split(".")[:3])
@@ -128,6 +127,7 @@ def test_every_file_imports_only_what_its_layer_may():
         ("sparse_attn/layout.py", "import torch"),
         ("sparse_attn/layout.py", "from .codecs import encode"),
         ("sparse_attn/models.py", "import torch"),
+        ("sparse_attn/configs.py", "import torch"),
         ("sparse_attn/models.py", "from .ops import select"),
         ("sparse_attn/checks.py", "import torch.library"),
         ("backends/a/__init__.py", "from sparse_attn.serving import pages"),
@@ -186,11 +186,25 @@ def test_declaring_limits_loads_no_kernel_language():
 
 @pytest.mark.parametrize("name", [n for n in NO_TORCH if (ROOT / f"sparse_attn/serving/{n}.py").exists()])
 def test_modules_of_rules_run_without_torch(name):
-    run(
-        "import sys, types; sys.modules['torch'] = None;"
-        "package = sys.modules['sparse_attn'] = types.ModuleType('sparse_attn');"
-        f"package.__path__ = ['sparse_attn']; import sparse_attn.serving.{name}"
+    run(f"import sys; sys.modules['torch'] = None; import sparse_attn.serving.{name}")
+
+
+def test_without_torch_the_operators_say_what_is_missing():
+    said = run(
+        "import sys; sys.modules['torch'] = None; import sparse_attn\n"
+        "try: sparse_attn.attend\n"
+        "except ImportError as error: print(error)\n"
+        "print(hasattr(sparse_attn, 'nothing'))"
     )
+    assert said.splitlines() == [
+        "sparse_attn.attend needs torch 2.9 or newer, which is not installed: pip install torch",
+        "False",
+    ]
+
+
+@pytest.mark.parametrize("name", ["configs", "metrics", "plan", "integrations.vllm", "integrations.sglang"])
+def test_what_watches_engines_runs_without_torch(name):
+    run(f"import sys; sys.modules['torch'] = None; import sparse_attn.{name}")
 
 
 def test_importing_the_package_is_quick_beside_torch():
