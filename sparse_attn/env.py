@@ -9,6 +9,8 @@ from functools import cache
 
 @dataclass(frozen=True, eq=False)  # its identity is its hash: one is looked up in every call
 class Variable:
+    """A variable. No ``values``: any."""
+
     name: str
     values: tuple[str, ...]
     default: str
@@ -21,7 +23,7 @@ class Variable:
 @cache
 def _read(variable: Variable) -> str:
     value = os.environ.get(variable.name, variable.default)
-    if value not in variable.values:
+    if variable.values and value not in variable.values:
         raise ValueError(
             f"{variable.name}: expected one of {', '.join(map(repr, variable.values))}, got {value!r}; correct it"
         )
@@ -57,8 +59,14 @@ CPU_ISA = Variable(
     "auto",
     "instruction set of cpu_native; one that the machine lacks is refused.",
 )
+RECORDS = Variable(
+    "SPARSE_ATTN_RECORDS",
+    (),
+    "",
+    "a file to which an engine that is observed appends a line of JSON for each step and each finished request.",
+)
 
-VARIABLES = (ALLOW_REFERENCE, CHECKS, LOG, CPU_ISA)
+VARIABLES = (ALLOW_REFERENCE, CHECKS, LOG, CPU_ISA, RECORDS)
 
 
 def check() -> None:

@@ -1,1 +1,1 @@
-"""Engines that use the ops. Each module imports its engine, and only when it is imported itself."""
+"""Engines that use the ops, or are observed. Each module imports its engine when it is imported itself, or later."""
