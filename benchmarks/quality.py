@@ -5,7 +5,7 @@ each of which selects as if it were decoded by itself. `steps`: the first 64 of 
 tokens select; those from 4,096 on are scored. `needle`: sentences hidden in a prompt, asked for after it, as `decode`.
 Planes hold the values that a format gives back (`store`, then `load`), in float32: what reading the format gives.
 Each cell appends a line to RESULTS, and is skipped if its line is there.
-Run: python benchmarks/quality.py RESULTS [--work FOLDER] [--minutes N] [--only TEXT] | --table RESULTS
+Run: python benchmarks/quality.py RESULTS [--work FOLDER] [--minutes N] [--only TEXT] [--table [--against SETTING]]
 """
 
 from __future__ import annotations
@@ -360,23 +360,21 @@ def cells() -> Iterator[tuple[str, str, Setting]]:
     yield from each("needle", DENSE, BEST)
     yield from each("decode", tokens("1/4"), tokens("1/4", "int8_index_h"), tokens("1/4", "int4_index_h"))
     yield from each("decode", Setting(kv="int8"), tokens("1/4", kv="int8"), tokens("1/4", "kv", "int8"))
-    yield from each("prefill", DENSE, BEST)
     yield from each("decode", *(tokens("1/4", "int8_index_h", score=score) for score in ("max", "dot", "relu_sum")))
-    yield from each("needle", *blocks("1/4"))
-    yield from each("decode", *blocks("1/8"), tokens("1/8", "int8_index_h"))
-    yield from (("steps", "topics", setting) for setting in (DENSE, BEST))
+    cheap = [tokens(share, "int4_index_h", "int8", "dot") for share in ("1/4", "1/8", "1/16")]
+    yield from each("needle", cheap[0])
+    yield from each("decode", *cheap[1:])
+    yield from each("prefill", DENSE, BEST)
     kv4 = Setting(kv="int4_index_h"), tokens("1/4", kv="int4_index_h"), tokens("1/4", "kv", "int4_index_h")
     yield from each("decode", *kv4)
-    yield "prefill", "topics", Setting("1/4", "block mean", "softmax_sum", "fp32")
-    yield from each("decode", *(tokens("1/8", "int8_index_h", score=score) for score in ("max", "dot", "relu_sum")))
-    yield from each("decode", *blocks("1/16"), *blocks("1/2"), tokens("1/2", "int4_index_h", "int8"))
+    yield from (("steps", "topics", setting) for setting in (DENSE, BEST, tokens("1/4")))
+    yield from each("needle", *blocks("1/4"))
+    yield from each("prefill", cheap[0], *blocks("1/4"))
+    yield from each("decode", cheap[0], *blocks("1/8"), *blocks("1/16"), *blocks("1/2"))
+    yield from each("decode", tokens("1/2", "int4_index_h", "int8"))
     for share in ("1/8", "1/16"):
-        yield from each("prefill", tokens(share, "int4_index_h", "int8"))
         yield from each("needle", tokens(share, "int4_index_h", "int8"))
-    shares = ("1/2", "1/4", "1/8", "1/16")
-    yield from each(
-        "decode", *(tokens(share) for share in shares), *(tokens(share, "int8_index_h") for share in shares)
-    )
+        yield from each("prefill", tokens(share, "int4_index_h", "int8"))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -390,9 +388,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after so long")
     parser.add_argument("--only", default="", help="cells whose name contains this text")
     parser.add_argument("--table", action="store_true", help="print what RESULTS holds, measure nothing")
+    parser.add_argument("--against", default=DENSE.name, metavar="SETTING", help="of the table's differences (dense)")
     options = parser.parse_args()
     if options.table:
-        print(table(read(options.results)))
+        print(table(read(options.results), options.against))
         return
     begin = time.perf_counter()
     torch.set_num_threads(1)
@@ -417,13 +416,13 @@ def main() -> None:
         print(f"{time.perf_counter() - begin:6.0f} s  {cell}", file=sys.stderr, flush=True)
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """Perplexity of each setting against dense of the same phase and texts, as Markdown; and needles found."""
+def table(lines: list[dict[str, Any]], against: str) -> str:
+    """Change of perplexity from the setting `against`, by phase, setting and text, as Markdown; and needles found."""
     rows = ["| phase | setting | pairs | " + " | ".join(TEXTS) + " | all texts |", "|---" * (4 + len(TEXTS)) + "|"]
     by_cell = {line["cell"]: line for line in lines}
     for phase, name in dict.fromkeys((line["phase"], Setting(**_setting(line)).name) for line in lines):
         found = [by_cell.get(f"{phase}, {text}, {name}") for text in TEXTS]
-        dense = [by_cell.get(f"{phase}, {text}, {DENSE.name}") for text in TEXTS]
+        start = [by_cell.get(f"{phase}, {text}, {against}") for text in TEXTS]
         there = [line for line in found if line]
         pairs = f"{sum(line['pairs'] for line in there) / len(there):.3f}"
         if phase == "needle":
@@ -432,11 +431,11 @@ def table(lines: list[dict[str, Any]]) -> str:
             total = f"{sum(hits)} of {len(hits)}"
         else:
             nats = [torch.tensor(line["nats"]) if line else None for line in found]
-            base = [torch.tensor(line["nats"]) if line else None for line in dense]
-            shown = [cell_text(n, d, name == DENSE.name) for n, d in zip(nats, base, strict=True)]
+            base = [torch.tensor(line["nats"]) if line else None for line in start]
+            shown = [cell_text(n, d, name == against) for n, d in zip(nats, base, strict=True)]
             both = [(n, d) for n, d in zip(nats, base, strict=True) if n is not None and d is not None]
             joined = [torch.cat(part) for part in zip(*both, strict=True)] if both else [None, None]
-            total = cell_text(*joined, name == DENSE.name)
+            total = cell_text(*joined, name == against)
         rows.append(f"| {phase} | {name} | {pairs} | {' | '.join(shown)} | {total} |")
     return "\n".join(rows)
 
@@ -445,13 +444,13 @@ def _setting(line: dict[str, Any]) -> dict[str, str]:
     return {name: line[name] for name in Setting.__dataclass_fields__}
 
 
-def cell_text(nats: Tensor | None, dense: Tensor | None, absolute: bool) -> str:
-    """Perplexity, or its change to dense with the standard error of the paired difference over the windows."""
-    if nats is None or dense is None:
+def cell_text(nats: Tensor | None, base: Tensor | None, absolute: bool) -> str:
+    """Perplexity, or its change from `base` with the standard error of the paired difference over the windows."""
+    if nats is None or base is None:
         return ""
     if absolute:
         return f"{float(nats.mean().exp()):.3f}"
-    more = nats - dense
+    more = nats - base
     return f"{float(more.mean().expm1()):+.2%} ± {float(more.std() / len(more) ** 0.5):.2%}"
 
 
