@@ -16,12 +16,13 @@ BUILD_REQUIRES := "setuptools>=77" "cmake>=3.24" "ninja" "pybind11>=2.12"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format bench clean
+.PHONY: help demo test test-slow test-ascend lint format bench clean
 
 help:
 	@echo "make demo       run a language model on sparse attention, and write a report"
 	@echo "make test       style, types and the fast tests"
 	@echo "make test-slow  the slow tests and the packaging tests"
+	@echo "make test-ascend  ascend_npu against an emulator of CANN's operators"
 	@echo "make lint       style and types only"
 	@echo "make format     correct the style"
 	@echo "make bench      run the benchmarks"
@@ -35,6 +36,10 @@ test: lint
 
 test-slow: $(STAMPS)/test
 	$(BIN)/python -m pytest -q -m "slow or packaging" $(ARGS)
+
+# In a process of its own: it installs a device, whose C++ file takes a minute to compile the first time.
+test-ascend: $(STAMPS)/test
+	PATH=$(BIN):$$PATH $(BIN)/python -m pytest -q tests/ascend $(ARGS)
 
 lint: $(STAMPS)/test
 	$(BIN)/ruff check .

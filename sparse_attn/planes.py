@@ -85,3 +85,22 @@ class Plane:
             indices.append((page[:, None], start + offset[:, None] * width + within))
             start += self.page_size * width
         return indices
+
+
+def strides_of(*planes: Tensor | None) -> str:
+    """What kernels must know of the strides of planes: ``contiguous`` all through; ``pages``: each page is, and pages
+    lie apart; ``rows``: any other. No plane: ``contiguous``."""
+    given = [plane for plane in planes if plane is not None]
+    if all(plane.is_contiguous() for plane in given):
+        return "contiguous"
+    return "pages" if all(plane[:1].is_contiguous() for plane in given) else "rows"
+
+
+def reach_of(*planes: Tensor | None) -> int:
+    """Elements from the first to the last of the widest plane: what products of page and stride grow to."""
+    return max(
+        (sum((n - 1) * step for n, step in zip(plane.shape, plane.stride(), strict=True)) + 1)
+        if plane is not None and plane.numel()
+        else 0
+        for plane in planes
+    )

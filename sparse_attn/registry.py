@@ -65,7 +65,7 @@ class Impl:
     ``limits`` maps fact names to what the kernel can do; a fact without a limit is unlimited. ``tolerance`` maps dtype
     names to (absolute, relative) error against the float64 reference. ``available`` says why this machine cannot run
     the kernel (None if it can); it is asked once. ``run`` takes the op's argument tuple and then the output tensors,
-    which it fills.
+    which it fills. ``variant`` tells the kernels of one op and backend apart, in words.
     """
 
     op: str
@@ -75,6 +75,12 @@ class Impl:
     tolerance: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     priority: int = 0
     available: Callable[[], str | None] = _always
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        """Backend and variant."""
+        return f"{self.backend} {self.variant}".rstrip()
 
     def refusals(self, call: Call) -> list[str]:
         """Every reason why this kernel does not run ``call``; empty if it does."""
@@ -134,7 +140,7 @@ def choose(call: Call, backend: str = "auto") -> Impl:
         if not refusals:
             _say(call, impl, backend, reasons)
             return impl
-        reasons.append(f"  {impl.backend}: {'; '.join(refusals)}")
+        reasons.append(f"  {impl.label}: {'; '.join(refusals)}")
     reasons += [f"  {name}: {why}" for name, why in broken_backends().items() if backend in ("auto", name)]
     if not reasons:
         known = sorted({impl.backend for impl in implementations()} | set(broken_backends()))

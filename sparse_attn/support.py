@@ -20,9 +20,9 @@ not edit. The best kernel that takes a call runs it; `any` is no limit of the ke
 
 
 def labels(impls: Sequence[Impl]) -> list[str]:
-    """A name for each kernel of one op: its backend; with the priority if that has several."""
-    count = Counter(impl.backend for impl in impls)
-    return [impl.backend if count[impl.backend] == 1 else f"{impl.backend} ({impl.priority})" for impl in impls]
+    """A name for each kernel of one op: its backend and variant; with the priority if several share them."""
+    count = Counter(impl.label for impl in impls)
+    return [impl.label if count[impl.label] == 1 else f"{impl.label} ({impl.priority})" for impl in impls]
 
 
 def table(impls: Sequence[Impl]) -> list[list[str]]:

@@ -20,6 +20,7 @@ from ..checks import (
     refuse,
 )
 from ..library import Output, Return
+from ..planes import reach_of, strides_of
 from ..registry import Call
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
@@ -255,6 +256,14 @@ def facts(a: Attend) -> Call:
             ("index_heads", 0 if a.indices is None else a.indices.shape[1]),
             ("selected", 0 if a.indices is None else a.indices.shape[2] * a.select_block),
             ("select_block", a.select_block),
+            ("kv_range", a.kv_range is not None),
+            ("kv_strides", strides_of(a.kv, a.kv_rope, a.v)),
+            ("kv_reach", reach_of(a.kv, a.kv_rope, a.v)),
+            ("window", a.window),
+            ("win_range", a.win_range is not None),
+            ("win_indices", 0 if a.win_indices is None else a.win_indices.shape[2]),
+            ("win_strides", strides_of(a.win)),
+            ("win_reach", reach_of(a.win)),
             ("sinks", a.sinks is not None),
             ("lse", a.return_lse),
             ("causal", a.causal),

@@ -20,6 +20,7 @@ from ..checks import (
     expect_unique,
 )
 from ..library import Output, Return
+from ..planes import reach_of, strides_of
 from ..registry import Call
 from .attend import MAX_HEADS, QUERY_DTYPES
 
@@ -208,6 +209,9 @@ def facts(a: Select) -> Call:
             ("out_heads", a.out_heads),
             ("dim", a.q.shape[2]),
             ("page_size", page_size),
+            ("key_strides", strides_of(a.keys)),
+            ("key_reach", reach_of(a.keys)),
+            ("kv_range", a.kv_range is not None),
             ("ratio", a.ratio),
             ("strides", a.strides),
             ("bounds", a.bounds),

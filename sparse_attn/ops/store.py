@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import layout, library
 from ..checks import expect, expect_format, expect_plane, expect_tensor
+from ..planes import strides_of
 from ..registry import Call
 
 ROW_DTYPES = ("float32", "bfloat16", "float16")
@@ -67,6 +68,7 @@ def facts(a: Store) -> Call:
             ("kv_heads", heads),
             ("dim", dim),
             ("page_size", a.paging[1]),
+            ("strides", strides_of(a.plane)),
         ),
     )
 

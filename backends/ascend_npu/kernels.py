@@ -1,0 +1,146 @@
+"""What each operator takes, as data: its limits with the source of each. Nothing here has run on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from sparse_attn.registry import Between, Impl, Limit, OneOf
+
+from . import operators, selfcheck, soc, sparse_flash
+
+ARCH22, ARCH35 = ("A2", "A3"), ("950",)
+INT32 = (1 << 31) - 1
+
+DOCS = "op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-{}.md"
+SFA_DOC = DOCS.format(operators.SFA)
+KV_QUANT_DOC = DOCS.format(operators.KV_QUANT_SFA)
+OURS = "this package: {}"
+
+Sourced = Mapping[str, tuple[Limit, str]]
+"""Fact to its limit, and where the limit comes from."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator of CANN behind one op, on some families of chips."""
+
+    op: str
+    operators: tuple[str, ...]
+    families: tuple[str, ...]
+    form: str
+    """Which calls it is for, in words."""
+    limits: Sourced
+    run: Callable[..., None]
+    check: Callable[[Callable[..., None]], str | None] | None = None
+    priority: int = 20
+
+    @property
+    def variant(self) -> str:
+        return f"{self.form}, {'/'.join(self.families)}"
+
+    def available(self) -> str | None:
+        """Why this machine cannot run it: the chip, the operator, or a wrong answer to what is known."""
+        missing = soc.refusal(self.families) or operators.refusal(*self.operators)
+        return missing or (self.check(self.run) if self.check else None)
+
+    def impl(self) -> Impl:
+        limits = {"device": OneOf(("npu",))} | {fact: limit for fact, (limit, _) in self.limits.items()}
+        tolerance = {"bfloat16": (1e-2, 1e-2)} if self.op == "attend" else {}
+        return Impl(
+            self.op,
+            "ascend_npu",
+            limits,
+            self.run,
+            tolerance,
+            self.priority,
+            partial(Kernel.available, self),
+            self.variant,
+        )
+
+
+PAGING: Sourced = {
+    "page_size": (Between(16, 1024, 16), SFA_DOC),
+    "kv_reach": (
+        Between(0, INT32),
+        "vllm-ascend pull request 16824: an A3 operator multiplied page and stride in 32 bits; this one may too",
+    ),
+}
+
+LATENT: Sourced = {
+    "dtype": (OneOf(("bfloat16",)), f"{SFA_DOC}: queries and rows have one type"),
+    "planes": (OneOf(("main",)), SFA_DOC),
+    "v_format": (OneOf(("",)), f"{SFA_DOC}: values are the keys' first part"),
+    "q_heads": (Between(1, 128), f"{SFA_DOC}: powers of two, to which heads are padded"),
+    "kv_heads": (OneOf((1,)), SFA_DOC),
+    "qk_dim": (OneOf((576,)), SFA_DOC),
+    "v_dim": (OneOf((512,)), SFA_DOC),
+    "ratio": (OneOf((1,)), SFA_DOC),
+    "index_heads": (OneOf((1,)), f"{SFA_DOC}: one list a row; it needs a list"),
+    "selected": (Between(0, 2048), "vllm-ascend sfa_v1.py: the only width in use"),
+    "select_block": (OneOf((1,)), f"{SFA_DOC}: on 950; blocks elsewhere are unused by engines, and not checked"),
+    "kv_range": (OneOf((False,)), SFA_DOC),
+    "sinks": (OneOf((False,)), f"{SFA_DOC}: no such argument, and no LSE to apply one afterwards"),
+    "lse": (OneOf((False,)), f"{SFA_DOC}: not with pages"),
+    "batch_invariant": (OneOf((False,)), OURS.format("nothing says that it is")),
+    **PAGING,
+}
+
+BF16_ROWS: Sourced = {
+    "format": (OneOf(("bf16",)), SFA_DOC),
+    "rope_dim": (OneOf((64,)), f"{SFA_DOC}: apart from the row"),
+    "kv_strides": (OneOf(("contiguous",)), f"{SFA_DOC}: torch_npu would copy any other plane whole"),
+}
+
+INT8_ROWS: Sourced = {
+    "format": (OneOf(("int8_v32",)), KV_QUANT_DOC),
+    "rope_dim": (OneOf((0,)), f"{KV_QUANT_DOC}: in the row"),
+}
+
+KERNELS = (
+    Kernel(
+        "attend",
+        (operators.SFA,),
+        ARCH22 + ARCH35,
+        "bf16 latent rows",
+        {**LATENT, **BF16_ROWS},
+        sparse_flash.sparse_flash_attention,
+        selfcheck.sparse_flash,
+    ),
+    Kernel(
+        "attend",
+        (operators.KV_QUANT_SFA,),
+        ARCH22,
+        "int8 latent rows",
+        {
+            **LATENT,
+            **INT8_ROWS,
+            "kv_strides": (OneOf(("contiguous",)), f"{KV_QUANT_DOC}: torch_npu would copy any other plane whole"),
+        },
+        sparse_flash.kv_quant_sparse_flash_attention,
+        selfcheck.kv_quant_sparse_flash,
+    ),
+    Kernel(
+        "attend",
+        (operators.KV_QUANT_SFA,),
+        ARCH35,
+        "int8 latent rows",
+        {
+            **LATENT,
+            **INT8_ROWS,
+            "kv_strides": (OneOf(("contiguous", "pages")), f"{KV_QUANT_DOC}: pages may lie apart"),
+        },
+        sparse_flash.kv_quant_sparse_flash_attention,
+        selfcheck.kv_quant_sparse_flash,
+    ),
+)
+
+REFUSED = (
+    ("`attend`", "LSE, explicit ranges, batch invariance", "no operator offers them with pages and indices"),
+    ("`attend`", "bf16 latent rows with the rope part inside", "the operator wants two planes, and would copy views"),
+    ("`attend`", "window and compressed rows; grouped-query rows; fp8 and fp4 rows", "no kernel here yet"),
+    ("`select`", "all", "no kernel here yet"),
+    ("`compress`, `convert`, `load`, `merge`, `select_merge`, `store`", "all", "no kernel here yet"),
+)
+"""Op, calls, and why no kernel here takes them on any chip."""

@@ -1,0 +1,51 @@
+"""The tables of ``docs/ascend.md``. ``python -m sparse_attn.backends.ascend_npu.page docs/ascend.md`` renews them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .kernels import KERNELS, REFUSED
+from .soc import FAMILIES
+
+BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
+
+
+def operators() -> list[str]:
+    """A line for each op and form: the operator of each family of chips, or why there is none."""
+    lines = [f"| op | calls | {' | '.join(FAMILIES)} |", f"| --- | --- | {'--- | ' * len(FAMILIES)}".rstrip()]
+    for op, form in dict.fromkeys((kernel.op, kernel.form) for kernel in KERNELS):
+        having = [kernel for kernel in KERNELS if (kernel.op, kernel.form) == (op, form)]
+        cells = [next((f"`{k.operators[0]}`" for k in having if f in k.families), "refused") for f in FAMILIES]
+        lines.append(f"| `{op}` | {form} | {' | '.join(cells)} |")
+    return lines
+
+
+def refused() -> list[str]:
+    """What no kernel here takes on any chip, and why."""
+    return ["| op | calls | why |", "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in REFUSED)]
+
+
+def limits() -> list[str]:
+    """Every limit of every kernel, and where it comes from."""
+    lines: list[str] = []
+    for kernel in KERNELS:
+        lines += [f"### `{kernel.op}`: {kernel.variant}", "", "| fact | supported | source |", "| --- | --- | --- |"]
+        for fact, (limit, source) in kernel.limits.items():
+            lines.append(f"| `{fact}` | {str(limit).replace('one of ', '') or 'none'} | {source} |")
+        lines.append("")
+    return lines[:-1]
+
+
+def renewed(page: str) -> str:
+    """The page with its tables renewed."""
+    for name, lines in (("operators", operators()), ("refused", refused()), ("limits", limits())):
+        before, _, rest = page.partition(BEGIN.format(name))
+        _, _, after = rest.partition(END)
+        page = "\n".join([f"{before}{BEGIN.format(name)}", "", *lines, "", f"{END}{after}"])
+    return page
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(renewed(path.read_text()))

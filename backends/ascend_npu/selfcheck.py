@@ -1,0 +1,83 @@
+"""Known answers, asked of each operator once before it is used: older ones silently ignore what they do not know.
+
+Every key has the same score for head 0, so that its output is the mean of the values that the operator attended; one
+key stands out for head 1. What must not be attended holds a value that no mean hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+PAGE, DIM = 16, 512
+LENGTH, QUERIES = 40, 2  # the rows stand at the positions 38 and 39
+OUTLIER = 5  # the entry that head 1 attends alone
+WRONG = 100  # value of an entry that no row may attend
+CLOSE = 0.06  # half a bf16 step of the answers below, which are less than 32
+
+
+def _plane(values: Sequence[int], marks: int) -> tuple[Tensor, Tensor]:
+    """bf16 rows of constant values in pages out of order, with ``marks`` elements at the end of each that score for
+    head 1, and the page table."""
+    pages = -(-len(values) // PAGE)
+    plane = torch.full((pages + 2, PAGE, 1, DIM + marks), float(WRONG), dtype=torch.bfloat16)
+    table = torch.arange(pages, 0, -1, dtype=torch.int32)[None]
+    for e, value in enumerate(values):
+        row = plane[int(table[0, e // PAGE]), e % PAGE, 0]
+        row[:DIM] = value
+        row[DIM:] = 0
+        if marks:
+            row[DIM] = 8 if e == OUTLIER else 0
+    return plane, table
+
+
+def _ask(run: Callable[..., None], arguments: dict[str, object], expected: Sequence[Sequence[float]]) -> str | None:
+    """Run one call on the device; one sentence if the rows are not what they must be."""
+    call = SimpleNamespace(**{k: v.to("npu") if isinstance(v, Tensor) else v for k, v in arguments.items()})
+    out = torch.full((len(expected), 2, DIM), float("nan"), dtype=torch.bfloat16, device="npu")
+    run(call, out, None)
+    got = out.float().cpu()
+    want = torch.tensor(expected)[..., None].expand_as(got)
+    if bool(((got - want).abs() <= CLOSE).all()):
+        return None
+    return (
+        f"its self check failed: expected {[*map(list, expected)]} for two rows and heads, got {got[..., 0].tolist()}"
+    )
+
+
+def _queries(dim: int) -> dict[str, object]:
+    q = torch.zeros(QUERIES, 2, dim, dtype=torch.bfloat16)
+    if dim > DIM:
+        q[:, 1, DIM] = 8
+    starts = torch.tensor([0, QUERIES], dtype=torch.int32)
+    lengths = torch.tensor([LENGTH], dtype=torch.int32)
+    return {"q": q, "cu_seqlens_q": starts, "seq_lens": lengths, "scale": 1.0, "causal": True}
+
+
+def _selected() -> tuple[dict[str, object], Tensor, Tensor, list[list[float]]]:
+    """Two rows of one selection, the newest token of which only the second may attend."""
+    chosen = [3, OUTLIER, 17, LENGTH - 1]
+    values = [e % 32 if e in chosen else WRONG for e in range(LENGTH)]
+    plane, table = _plane(values, 64)
+    indices = torch.full((QUERIES, 1, 2048), -1, dtype=torch.int32)
+    indices[:, 0, : len(chosen)] = torch.tensor(chosen)
+    call = _queries(DIM + 64) | {"page_table": table, "indices": indices, "index_counts": None, "select_block": 1}
+    means = [sum(values[e] for e in some) / len(some) for some in (chosen[:-1], chosen)]
+    return call, plane[..., :DIM], plane[..., DIM:], [[mean, float(OUTLIER)] for mean in means]
+
+
+def sparse_flash(run: Callable[..., None]) -> str | None:
+    """bf16 latent rows, the rope part apart."""
+    call, rows, rope, expected = _selected()
+    return _ask(run, call | {"kv": rows.contiguous(), "kv_rope": rope.contiguous()}, expected)
+
+
+def kv_quant_sparse_flash(run: Callable[..., None]) -> str | None:
+    """int8 latent rows of 656 bytes with scales of 1."""
+    call, rows, rope, expected = _selected()
+    ones = torch.ones(*rows.shape[:3], 4)
+    parts = [rows.to(torch.int8).view(torch.uint8), rope.contiguous().view(torch.uint8), ones.view(torch.uint8)]
+    return _ask(run, call | {"kv": torch.cat(parts, -1)}, expected)

@@ -1,0 +1,263 @@
+"""CANN's operators as their documents describe them, on host memory: what they take, what they compute, and what they
+are known to do where a caller breaks their rules.
+
+Written from the documents that ``SOURCES`` names, not from the backend. A rule that a call breaks is an error. Rows
+that an operator does not promise to write hold NaN, as memory of earlier calls would. What the documents leave open is
+a switch (``Readings``), and the tests run under both positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCES = {
+    "sfa": "op-plugin 0511bb2c, docs/zh/custom_APIs/torch_npu/torch_npu-npu_sparse_flash_attention.md",
+    "kv_quant": "op-plugin 09fca6f6, docs/zh/custom_APIs/torch_npu/torch_npu-npu_kv_quant_sparse_flash_attention.md",
+    "sfa kernel": "vllm-ascend 182b75ea, csrc/attention/sparse_flash_attention, service_vector_mla.h",
+    "issue 9616": "vllm-ascend pull request 9818: a stale block table reads out of bounds",
+    "issue 12833": "vllm-ascend pull request 12833: rows without a valid index are not written",
+}
+
+ARCH22, ARCH35 = ("A2", "A3"), ("950",)
+EVERY = ARCH22 + ARCH35
+NAN = float("nan")
+
+
+class RuleBroken(RuntimeError):
+    """A call that the operator's document does not allow."""
+
+
+@dataclass
+class Readings:
+    """Positions of what the documents leave open."""
+
+    kv_quant_width: int = 512
+    """Elements of an output row: the text says as many as the query's 576, its example prints 512."""
+
+
+@dataclass
+class Machine:
+    """The emulated device."""
+
+    family: str = "A2"
+    readings: Readings = field(default_factory=Readings)
+
+
+machine = Machine()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One sentence of a document. ``holds`` takes the arguments by name."""
+
+    operator: str
+    name: str
+    source: str
+    holds: Callable[[Any], bool]
+    families: tuple[str, ...] = EVERY
+
+
+def _rule(
+    operator: str, name: str, source: str, holds: Callable[[Any], bool], families: tuple[str, ...] = EVERY
+) -> Rule:
+    return Rule(operator, name, SOURCES[source], holds, families)
+
+
+def _power_of_two(n: int, low: int, high: int) -> bool:
+    return low <= n <= high and n & (n - 1) == 0
+
+
+def _ascending(t: Tensor) -> bool:
+    return bool((t.diff() >= 0).all()) and bool((t >= 0).all())
+
+
+HALF = (torch.bfloat16, torch.float16)
+SFA, KV_QUANT = "npu_sparse_flash_attention", "npu_kv_quant_sparse_flash_attention"
+
+_BOTH = (
+    ("queries are TND", lambda a: a.layout_query == "TND" and a.query.dim() == 3),
+    ("queries are contiguous", lambda a: a.query.is_contiguous()),
+    ("query type", lambda a: a.query.dtype in HALF),
+    ("pages", lambda a: a.layout_kv == "PA_BSND" and a.key.dim() == 4),
+    ("one kv head", lambda a: a.key.shape[2] == 1),
+    ("page size", lambda a: 16 <= a.key.shape[1] <= 1024 and a.key.shape[1] % 16 == 0),
+    ("indices shape", lambda a: a.sparse_indices.shape[:2] == (a.query.shape[0], 1) and a.sparse_indices.shape[2] > 0),
+    ("indices type", lambda a: a.sparse_indices.dtype == torch.int32),
+    ("indices are contiguous", lambda a: a.sparse_indices.is_contiguous()),
+    ("query lengths", lambda a: a.actual_seq_lengths_query is not None and _int32(a.actual_seq_lengths_query)),
+    ("query lengths ascend", lambda a: _ascending(a.actual_seq_lengths_query)),
+    ("query lengths end in T", lambda a: _last(a.actual_seq_lengths_query) <= a.query.shape[0]),
+    ("kv lengths", lambda a: a.actual_seq_lengths_kv is not None and _int32(a.actual_seq_lengths_kv)),
+    ("kv lengths, one each", lambda a: a.actual_seq_lengths_kv.shape == a.actual_seq_lengths_query.shape),
+    ("kv lengths from 0 on", lambda a: bool((a.actual_seq_lengths_kv >= 0).all())),
+    ("block table", lambda a: a.block_table is not None and a.block_table.dtype == torch.int32),
+    ("block table, a row each", lambda a: a.block_table.shape[0] == len(a.actual_seq_lengths_kv)),
+    ("block table width", lambda a: _wide_enough(a.block_table, a.actual_seq_lengths_kv, a.key.shape[1])),
+    ("sparse mode", lambda a: a.sparse_mode in (0, 3)),
+    ("attention mode", lambda a: a.attention_mode == 2),
+    ("tokens before and after", lambda a: a.pre_tokens == a.next_tokens == 2**63 - 1),
+)
+
+
+def _int32(t: Tensor) -> bool:
+    return t.dim() == 1 and t.dtype == torch.int32
+
+
+def _last(t: Tensor) -> int:
+    return int(t[-1]) if len(t) else 0
+
+
+def _wide_enough(table: Tensor, lengths: Tensor, page: int) -> bool:
+    longest = int(lengths.max()) if len(lengths) else 0
+    return table.dim() == 2 and table.shape[1] >= -(-longest // page)
+
+
+RULES: tuple[Rule, ...] = (
+    *(_rule(SFA, name, "sfa", holds) for name, holds in _BOTH),
+    _rule(SFA, "query heads", "sfa", lambda a: _power_of_two(a.query.shape[1], 1, 128), ARCH22),
+    _rule(SFA, "512 and 64", "sfa", lambda a: a.query.shape[2] == a.key.shape[3] == 512 and _ropes(a)),
+    _rule(SFA, "one type", "sfa", lambda a: a.query.dtype == a.key.dtype == a.value.dtype == a.key_rope.dtype),
+    _rule(SFA, "rows are contiguous", "sfa", lambda a: a.key.is_contiguous() and a.value.is_contiguous()),
+    _rule(SFA, "ropes are contiguous", "sfa", lambda a: a.query_rope.is_contiguous() and a.key_rope.is_contiguous()),
+    _rule(SFA, "values are the rows", "sfa", lambda a: a.value.data_ptr() == a.key.data_ptr()),
+    _rule(SFA, "block", "sfa", lambda a: _power_of_two(a.sparse_block_size, 1, 128), ARCH22),
+    _rule(SFA, "block divides a page", "sfa", lambda a: a.key.shape[1] % a.sparse_block_size == 0, ARCH22),
+    _rule(SFA, "block of 1", "sfa kernel", lambda a: a.sparse_block_size == 1, ARCH35),
+    _rule(SFA, "no LSE with pages", "sfa", lambda a: not a.return_softmax_lse),
+    _rule(SFA, "no sinks", "sfa", lambda a: a.sinks is None, ARCH22),
+    *(_rule(KV_QUANT, name, "kv_quant", holds) for name, holds in _BOTH),
+    _rule(KV_QUANT, "query heads", "kv_quant", lambda a: _power_of_two(a.query.shape[1], 1, 128), ARCH22),
+    _rule(
+        KV_QUANT,
+        "query heads of 950",
+        "kv_quant",
+        lambda a: _power_of_two(a.query.shape[1], 1, 128) or a.query.shape[1] == 48,
+        ARCH35,
+    ),
+    _rule(KV_QUANT, "576 and 656", "kv_quant", lambda a: (a.query.shape[2], a.key.shape[3]) == (576, 656)),
+    _rule(KV_QUANT, "int8 rows", "kv_quant", lambda a: a.key.dtype == a.value.dtype == torch.int8, ARCH22),
+    _rule(KV_QUANT, "rows are contiguous", "kv_quant", lambda a: a.key.is_contiguous(), ARCH22),
+    _rule(KV_QUANT, "only pages may lie apart", "kv_quant", lambda a: a.key[:1].is_contiguous(), ARCH35),
+    _rule(KV_QUANT, "quant mode", "kv_quant", lambda a: a.key_quant_mode == a.value_quant_mode == 2),
+    _rule(KV_QUANT, "scales in the row", "kv_quant", lambda a: a.quant_scale_repo_mode == 1),
+    _rule(KV_QUANT, "no scales apart", "kv_quant", lambda a: a.key_dequant_scale is a.value_dequant_scale is None),
+    _rule(KV_QUANT, "tile", "kv_quant", lambda a: a.tile_size == 128),
+    _rule(KV_QUANT, "rope", "kv_quant", lambda a: a.rope_head_dim == 64),
+    _rule(KV_QUANT, "block", "kv_quant", lambda a: _power_of_two(a.sparse_block_size, 1, 16), ARCH22),
+    _rule(KV_QUANT, "block of 1", "kv_quant", lambda a: a.sparse_block_size == 1, ARCH35),
+)
+
+
+def _ropes(a: Any) -> bool:
+    given = a.query_rope is not None and a.key_rope is not None
+    return given and a.query_rope.shape == (*a.query.shape[:2], 64) and a.key_rope.shape == (*a.key.shape[:3], 64)
+
+
+def obey(operator: str, arguments: Any) -> None:
+    """Raise ``RuleBroken`` for the first rule of the operator on this chip that the arguments break."""
+    for rule in RULES:
+        if rule.operator == operator and machine.family in rule.families and not rule.holds(arguments):
+            raise RuleBroken(f"{operator} on {machine.family}: {rule.name} ({rule.source})")
+
+
+# what they compute
+
+
+def row_at(plane: Tensor, table: Tensor, entry: int, operator: str) -> Tensor:
+    """A row through the block table; the operators trust both, so that either out of range is a fault of memory."""
+    page_size = plane.shape[1]
+    if not 0 <= entry // page_size < len(table):
+        raise RuleBroken(f"{operator}: entry {entry} lies past the block table ({SOURCES['issue 9616']})")
+    page = int(table[entry // page_size])
+    if not 0 <= page < len(plane):
+        raise RuleBroken(f"{operator}: page {page} of {len(plane)} ({SOURCES['issue 9616']})")
+    return plane[page, entry % page_size, 0]
+
+
+def packed(row: list[int]) -> list[int] | None:
+    """The valid indices of a row; None if one stands behind a -1, where operators read what an earlier call left."""
+    valid = next((i for i, index in enumerate(row) if index < 0), len(row))
+    return row[:valid] if all(index < 0 for index in row[valid:]) else None
+
+
+def softmax(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    return torch.softmax(q.float() @ keys.float().T * scale, -1) @ values.float()
+
+
+def sparse_flash(a: Any, operator: str, q: Tensor, read: Callable[[int, int], Tensor], width: int) -> Tensor:
+    """Rows of 576 elements, whose first 512 are the value. ``read(batch, entry)`` gives one."""
+    out = torch.full((*q.shape[:2], width), NAN)
+    start = 0
+    for b, end in enumerate(a.actual_seq_lengths_query.tolist()):
+        length = int(a.actual_seq_lengths_kv[b])
+        for t in range(start, end):
+            limit = length if a.sparse_mode == 0 else length - (end - start) + (t - start) + 1
+            chosen = packed(a.sparse_indices[t, 0].tolist())
+            if chosen is None:
+                continue
+            block = a.sparse_block_size
+            entries = [i * block + o for i in chosen for o in range(block)]
+            if any(e >= length + block for e in entries):
+                raise RuleBroken(f"{operator}: index past the {length} tokens of batch {b} ({SOURCES['sfa kernel']})")
+            entries = [e for e in entries if e < min(limit, length)]
+            if not entries:
+                continue  # SOURCES["issue 12833"]
+            rows = torch.stack([read(b, e) for e in entries])
+            out[t, :, :512] = softmax(q[t], rows, rows[:, :512], a.scale_value)
+        start = end
+    return out
+
+
+def npu_sparse_flash_attention(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.cat([a.query, a.query_rope], -1)
+
+    def read(b: int, entry: int) -> Tensor:
+        table = a.block_table[b]
+        return torch.cat([row_at(a.key, table, entry, SFA), row_at(a.key_rope, table, entry, SFA)])
+
+    out = sparse_flash(a, SFA, q, read, 512).to(a.query.dtype)
+    return out, torch.full((0,), NAN), torch.full((0,), NAN)
+
+
+def npu_kv_quant_sparse_flash_attention(a: Any) -> Tensor:
+    def read(b: int, entry: int) -> Tensor:
+        row = row_at(a.key, a.block_table[b], entry, KV_QUANT)
+        rope = row[512:640].contiguous().view(a.query.dtype).float()
+        scales = row[640:656].contiguous().view(torch.float32)
+        return torch.cat([row[:512].float() * scales.repeat_interleave(128), rope])
+
+    return sparse_flash(a, KV_QUANT, a.query, read, machine.readings.kv_quant_width).to(a.query.dtype)
+
+
+SCHEMAS = {
+    SFA: (
+        "npu",
+        "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, *, "
+        "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
+        "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', "
+        "str layout_kv='BSND', int sparse_mode=3, int pre_tokens=9223372036854775807, "
+        "int next_tokens=9223372036854775807, int attention_mode=0, bool return_softmax_lse=False, "
+        "Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
+    ),
+    KV_QUANT: (
+        "npu",
+        "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, float scale_value, int key_quant_mode, "
+        "int value_quant_mode, *, Tensor? key_dequant_scale=None, Tensor? value_dequant_scale=None, "
+        "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
+        "int sparse_block_size=1, str layout_query='BSND', str layout_kv='BSND', int sparse_mode=3, "
+        "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=0, "
+        "int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64, int? key_dtype=None, "
+        "int? value_dtype=None) -> Tensor",
+    ),
+}
+"""Operator to the namespace that ships it and its schema there, as torch_npu 2.13 prints it."""
+
+COMPUTE: dict[str, Callable[[Any], Any]] = {
+    SFA: npu_sparse_flash_attention,
+    KV_QUANT: npu_kv_quant_sparse_flash_attention,
+}
