@@ -65,8 +65,14 @@ RECORDS = Variable(
     "",
     "a file to which an engine that is observed appends a line of JSON for each step and each finished request.",
 )
+TRITON_INTERPRET = Variable(
+    "TRITON_INTERPRET",
+    ("", "0", "1"),
+    "0",
+    "Triton's own: 1 makes cuda_triton run on CPU tensors, by Triton's interpreter and slowly (tests).",
+)
 
-VARIABLES = (ALLOW_REFERENCE, CHECKS, LOG, CPU_ISA, RECORDS)
+VARIABLES = (ALLOW_REFERENCE, CHECKS, LOG, CPU_ISA, RECORDS, TRITON_INTERPRET)
 
 
 def check() -> None:

@@ -109,6 +109,13 @@ def skip_unless(impl: registry.Impl, call: registry.Call) -> None:
         pytest.skip(refusals[0])
 
 
+def skip_where_values_stay_on_the_device(impl: registry.Impl) -> None:
+    """Skip the test for a kernel that cannot refuse values, as it would have to wait for them. What it does instead is
+    tested where it is at home."""
+    if impl.backend == "cuda_triton":
+        pytest.skip("values stay on the device")
+
+
 def run(impl: registry.Impl, leading: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.ops.sparse_attn.attend(*leading, **dict(kwargs, backend=impl.backend))
 

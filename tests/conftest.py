@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_attn import library, registry
+from sparse_attn import env, library, registry
+
+if env.TRITON_INTERPRET.get() == "1":
+    import triton_interpreter  # noqa: F401
 
 # Shapes are small: a second thread of torch waits for the first, and on a busy machine far longer than it works.
 torch.set_num_threads(1)

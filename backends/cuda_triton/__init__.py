@@ -1,0 +1,68 @@
+"""``cuda_triton``: Triton kernels for NVIDIA devices from sm_80 on.
+
+No kernel here has run on a device yet: each is tested by Triton's interpreter and compiled for every architecture
+(``docs/cuda.md``).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparse_attn import env
+from sparse_attn.registry import Between, Impl, OneOf
+
+if TYPE_CHECKING:
+    from sparse_attn.ops.attend import Attend
+
+OLDEST = 80
+
+_INTERPRETED = env.TRITON_INTERPRET.get() == "1"
+_DEVICES = OneOf(("cpu",) if _INTERPRETED else ("cuda",))
+
+
+def _unavailable() -> str | None:
+    """Why no kernel here can run, in one sentence."""
+    if find_spec("triton") is None:
+        return "triton is not installed; install the triton that belongs to this torch"
+    if _INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if torch.version.hip is not None:
+        return "the device is not NVIDIA's"
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < OLDEST:
+        return f"the device is sm_{major}{minor}, sm_{OLDEST} or newer is needed"
+    return None
+
+
+def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
+    from .attend import attend
+
+    attend(a, out, lse)
+
+
+_WIDEST_ROW = 640
+_MOST_POSITIONS = (1 << 31) - 1 - 128  # a kernel counts them, and a block more, in 32 bits
+
+IMPLS = (
+    Impl(
+        "attend",
+        "cuda_triton",
+        limits={
+            "device": _DEVICES,
+            "qk_dim": Between(1, _WIDEST_ROW),
+            "v_dim": Between(1, _WIDEST_ROW),
+            "selected": Between(0, _MOST_POSITIONS),
+        },
+        run=_attend,
+        # Standard normal inputs. Products of bfloat16 queries round keys, values and weights to bfloat16.
+        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Device code. Importing it loads Triton."""

@@ -1,0 +1,87 @@
+"""Launch parameters: tiles by device and shape, and into how many parts the entries of a row are cut."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from .device import Device
+
+
+class Shape(NamedTuple):
+    """Columns of keys and values: one or two leading tiles of one width, and a tail (0: none). Widths are powers of
+    two, of which ``dim`` and ``v_dim`` columns count."""
+
+    dim: int
+    v_dim: int
+    lead: int
+    leads: int
+    tail: int
+    v_lead: int
+    v_leads: int
+    v_tail: int
+
+
+class Tile(NamedTuple):
+    """Query heads and entries that a program takes at a time, and how it is compiled."""
+
+    heads: int
+    entries: int
+    warps: int
+    stages: int
+
+
+SMALLEST = 16
+"""The least extent of a matrix product."""
+
+WIDEST = 256
+"""The widest tile of columns."""
+
+
+@cache
+def shape_of(dim: int, v_dim: int, apart: int | None) -> Shape:
+    """Tiles of columns; ``apart`` is the row of the values where they have a plane of their own."""
+    lead, leads, tail = _columns(dim)
+    if apart is not None:
+        return Shape(dim, v_dim, lead, leads, tail, *_columns(v_dim))
+    v_leads = leads if v_dim > lead else 1
+    return Shape(dim, v_dim, lead, leads, tail, lead, v_leads, tail if v_dim > leads * lead else 0)
+
+
+def _columns(dim: int) -> tuple[int, int, int]:
+    """(width of leading tiles, their number, width of the tail)"""
+    lead = max(1 << (dim.bit_length() - 1), SMALLEST)
+    rest = dim - lead
+    tail = max(1 << (rest - 1).bit_length(), SMALLEST) if rest > 0 else 0
+    if tail >= lead:
+        lead, tail = 2 * lead, 0
+    return (lead, 1, tail) if lead <= WIDEST else (lead // 2, 2, tail)
+
+
+@cache
+def tile_of(device: Device, heads: int, shape: Shape, compute_bytes: int) -> Tile:
+    """Tile for groups of ``heads`` query heads, whose products take numbers of ``compute_bytes``.
+
+    Rows of more than WIDEST columns leave room in registers for few heads. More than 32 need the matrix units of sm_90
+    or many registers; for sm_100, Triton 3.7 turns such tiles into a trap.
+    """
+    most = 32 if device.small or device.arch >= 100 or compute_bytes == 4 else 64
+    most = 16 if device.small and compute_bytes == 4 else most
+    block_h = min(max(1 << (heads - 1).bit_length(), SMALLEST), most)
+    if shape.leads * shape.lead > WIDEST:
+        return Tile(block_h, 32 if compute_bytes == 2 else 16, 8 if block_h > SMALLEST else 4, 2)
+    return Tile(block_h, 64 if compute_bytes == 2 else 32, 4, 2)
+
+
+PARTS_MOST = 64
+PART_BLOCKS_LEAST = 2
+"""A part of one block would cost about as much to join as to compute."""
+
+
+def parts_of(device: Device, programs: int, blocks: int) -> tuple[int, int]:
+    """(parts, blocks of a part): as many parts as processors would stand idle without them."""
+    wanted = min(device.processors // programs, blocks // PART_BLOCKS_LEAST, PARTS_MOST)
+    if wanted <= 1:
+        return 1, max(blocks, 1)
+    part_blocks = -(-blocks // wanted)
+    return -(-blocks // part_blocks), part_blocks

@@ -1,0 +1,119 @@
+"""What `cuda_triton` has of its own: schedules on any machine; under TRITON_INTERPRET=1 also its decoding of bytes and
+what it does where it cannot refuse."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+
+from sparse_attn import codecs, env, registry
+from sparse_attn.backends.cuda_triton import schedule
+from sparse_attn.backends.cuda_triton.device import Device
+
+interpreted = pytest.mark.skipif(env.TRITON_INTERPRET.get() != "1", reason="needs TRITON_INTERPRET=1")
+
+
+def test_tiles_hold_every_column() -> None:
+    for dim in range(1, 641):
+        shape = schedule.shape_of(dim, dim, None)
+        assert dim <= shape.leads * shape.lead + shape.tail < 2 * max(dim, 16), dim
+        assert max(shape.lead, shape.tail) <= 256
+        for width in (shape.lead, shape.tail):
+            assert width == 0 or (width >= 16 and width & (width - 1) == 0)
+
+
+def test_tiles_of_released_models() -> None:
+    assert schedule.shape_of(576, 512, None)[2:] == (256, 2, 64, 256, 2, 0)
+    assert schedule.shape_of(512, 512, None)[2:] == (256, 2, 0, 256, 2, 0)
+    assert schedule.shape_of(128, 128, 128)[2:] == (128, 1, 0, 128, 1, 0)
+    assert schedule.shape_of(192, 128, 128)[2:] == (128, 1, 64, 128, 1, 0)
+    assert schedule.shape_of(512, 16, None)[2:] == (256, 2, 0, 256, 1, 0)  # of the values only what is asked for
+
+
+def test_lists_are_cut_only_while_processors_are_free() -> None:
+    device = Device(90, 132)
+    assert schedule.parts_of(device, 132, 32) == (1, 32)
+    assert schedule.parts_of(device, 67, 32) == (1, 32)
+    assert schedule.parts_of(device, 8, 32) == (16, 2)
+    assert schedule.parts_of(device, 1, 2048) == (64, 32)
+    assert schedule.parts_of(device, 1, 1) == (1, 1)
+    for programs in (1, 3, 8, 50):
+        for blocks in (1, 7, 33, 1000):
+            parts, part_blocks = schedule.parts_of(device, programs, blocks)
+            assert (parts - 1) * part_blocks < blocks <= parts * part_blocks  # no part is empty, none is missing
+
+
+# under the interpreter
+
+
+def impl_of(op: str) -> registry.Impl:
+    return next(impl for impl in registry.implementations(op) if impl.backend == "cuda_triton")
+
+
+@interpreted
+@pytest.mark.parametrize(("type", "hardware_fp8"), [("e4m3", False), ("e4m3", True), ("e2m1", False), ("e8m0", False)])
+def test_every_byte_is_decoded(type: str, hardware_fp8: bool) -> None:
+    from triton_probe import decode_bytes
+
+    stored = torch.arange(256, dtype=torch.uint8)
+    expected = codecs.from_bytes(type, stored)
+    if type == "e2m1":
+        expected = expected.view(-1, 2)[:, 0]  # the low half of each byte
+    got = decode_bytes(stored, type, hardware_fp8)
+    torch.testing.assert_close(got, expected, atol=0, rtol=0, equal_nan=True)
+    assert torch.equal(got.signbit()[expected == 0], expected.signbit()[expected == 0])
+
+
+@interpreted
+@pytest.mark.parametrize("fault", ["far", "negative", "short"])
+def test_a_page_that_the_plane_lacks_makes_its_rows_nan(fault: str) -> None:
+    """A device cannot refuse what it finds in a table. It reads nothing there, and only the rows concerned show it."""
+    for index_heads in (0, 1):
+        leading, kwargs = cases.attend(index_heads=index_heads, selected=24, v_format="fp32")
+        clean = cases.run(impl_of("attend"), leading, kwargs)
+        table = kwargs["page_table"].clone()
+        table[3, 5] = {"far": 25, "negative": -1, "short": 0}[fault]
+        kwargs["page_table"] = table[:, :5].contiguous() if fault == "short" else table
+        out, lse = cases.run(impl_of("attend"), leading, kwargs)
+        row = 6  # the last of sequence 3: entry 20, the only one in its page
+        others = [t for t in range(len(out)) if t != row]
+        assert out[row].isnan().all() and lse[row].isnan().all()
+        cases.assert_same_bits((out[others], lse[others]), (clean[0][others], clean[1][others]))
+
+
+@interpreted
+def test_impossible_lengths_read_nothing_outside() -> None:
+    leading, kwargs = cases.attend()
+    for starts in ([0, 3, 2, 5, 7], [1, 3, 4, 5, 7], [0, 3, 4, 5, 99], [-4, -3, -2, -1, 0], [9, 9, 9, 9, 9]):
+        broken = (leading[0], torch.tensor(starts, dtype=torch.int32), *leading[2:])
+        out, _ = cases.run(impl_of("attend"), broken, kwargs)
+        assert out.isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "shape", [dict(planes="main+window", kv_heads=1, sinks=True), dict(index_heads=2, selected=160)]
+)
+def test_cut_lists_give_what_whole_ones_give(shape: dict, monkeypatch) -> None:
+    from sparse_attn.backends.cuda_triton import attend as host
+
+    leading, kwargs = cases.attend(**shape, lengths=(200, 0, 90), rows=(1, 1, 2), padding=1, window=150)
+    whole = cases.run(impl_of("attend"), leading, dict(kwargs, batch_invariant=True))
+    for parts, part_blocks in ((2, 3), (3, 2), (16, 1), (4, 0)):  # parts past the end, and all blocks in the last part
+        monkeypatch.setattr(host, "parts_of", lambda *_, cut=(parts, part_blocks): cut)
+        cut = cases.run(impl_of("attend"), leading, kwargs)
+        for got, expected in zip(cut, whole, strict=True):
+            torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+        cases.assert_same_bits(cases.run(impl_of("attend"), leading, kwargs), cut)
+
+
+@interpreted
+def test_unaligned_packed_planes_are_refused() -> None:
+    options = dict(format="fp8_v32", q_heads=2, kv_heads=1, qk_dim=576, v_dim=512, lengths=(9,), rows=(1,), padding=0)
+    leading, kwargs = cases.attend(**options)
+    pages, size, _, width = kwargs["kv"].shape
+    pool = torch.zeros(kwargs["kv"].numel() + 1, dtype=torch.uint8)
+    kwargs["kv"] = pool[1:].view(pages, size, 1, width)
+    with pytest.raises(ValueError, match="attend: kv: expected entries at multiples of [24] bytes, where the device"):
+        cases.run(impl_of("attend"), leading, kwargs)
