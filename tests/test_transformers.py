@@ -95,6 +95,31 @@ def test_generate_in_a_batch_with_padding(kind: str, cache: str | None) -> None:
     assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma3_text", "llama with a selection"])
+@torch.no_grad()
+def test_generate_compiled(kind: str) -> None:
+    """With a static cache one graph serves every step; nothing breaks it."""
+    kind, _, selected = kind.partition(" ")
+    eager, ours = pair(kind)
+    ids = torch.randint(3, 97, (3, 12))
+    seen = torch.ones_like(ids)
+    seen[1, :4] = seen[2, :9] = 0
+    options = dict(attention_mask=seen, max_new_tokens=8, do_sample=False, cache_implementation="static")
+    expected = eager.generate(ids, **options, disable_compile=True)
+    if selected:
+        set_selection(ours, Selection(0.5, keep_first=1, keep_last=2, least=0))
+        assert not torch.equal(ours.generate(ids, **options, disable_compile=True), expected)
+        expected = ours.generate(ids, **options, disable_compile=True)
+    compiled = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    assert torch.equal(ours.generate(ids, **options, compile_config=compiled), expected)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
+
+
 @torch.no_grad()
 def test_assisted_generation() -> None:
     """Several query tokens a step, some rejected."""

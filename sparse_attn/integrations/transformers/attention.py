@@ -94,7 +94,7 @@ def mask(
         ranges = causal_ranges(batch_size, q_length, q_offset, attention_mask, device)
         if ranges is not None:
             return ranges[:, None]
-    return eager_mask(
+    made = eager_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -107,6 +107,9 @@ def mask(
         config=config,
         **kwargs,
     )
+    if not torch.compiler.is_compiling():  # ``generate`` makes masks before it calls what it compiled
+        made.sparse_attn_visible = visible_of(made, batch_size, q_length, kv_length)
+    return made
 
 
 def causal_ranges(
