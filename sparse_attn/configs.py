@@ -178,6 +178,7 @@ SPARSE: dict[str, Callable[[Config], Model]] = {
     "deepseek_v4": _v4,
     "deepseek_v41": _v41,
     "deepseek_v41_text": _v41,
+    "minimax_m3_text": _minimax_m3,  # as vLLM names it
     "minimax_m3_vl": _minimax_m3,
     "minimax_m3_vl_text": _minimax_m3,
 }

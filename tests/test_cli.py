@@ -110,6 +110,16 @@ def test_doctor_without_torch_or_with_a_broken_package(checkout):
     assert report["python"]["executable"] == sys.executable
 
 
+@pytest.mark.parametrize("command", ["support", "demo"])
+def test_without_torch_a_command_that_needs_it_is_one_sentence(command):
+    code = (
+        f"import sys; sys.modules['torch'] = None; from sparse_attn.__main__ import main; sys.exit(main(['{command}']))"
+    )
+    done = run("-c", code)
+    assert done.returncode == 1
+    assert done.stderr == f"{command} needs torch 2.9 or newer, which is not installed: pip install torch\n"
+
+
 def test_doctor_reports_variables_that_have_no_effect(monkeypatch):
     monkeypatch.setenv("SPARSE_ATTN_CHEKS", "debug")
     monkeypatch.setenv("SPARSE_ATTN_LOG", "everything")
