@@ -24,7 +24,7 @@ def serve(rank: int, store: str, connection: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=20)  # of a collective that another rank does not reach
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timeout)
-    groups = {RANKS: None, 2: dist.new_group([0, 1], timeout=timeout)}
+    groups = {RANKS: None, 2: dist.new_group([2, 3], timeout=timeout)}  # whose ranks are not those of the world
     while task := pickle.loads(connection.recv_bytes()):
         ranks, function, arguments = task
         try:
@@ -36,7 +36,7 @@ def serve(rank: int, store: str, connection: Connection) -> None:
 
 
 class Ranks:
-    """``run`` calls a function of a module of the tests in the first processes, and returns what each gave."""
+    """``run`` calls a function of a module of the tests in the last processes, and returns what each gave."""
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -50,7 +50,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        used = self.connections[:ranks]
+        used = self.connections[-ranks:]
         for connection in used:
             connection.send_bytes(pickle.dumps((ranks, function, arguments)))
         answers = [pickle.loads(connection.recv_bytes()) for connection in used]
