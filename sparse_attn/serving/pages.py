@@ -1,8 +1,8 @@
-"""The page allocator: which physical pages hold the entries of each sequence. Imports no torch."""
+"""Pages of a pool, counted, and the allocator of a single plane; ``manager`` has several. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..layout import locate, pages_for, slot
@@ -10,6 +10,44 @@ from ..layout import locate, pages_for, slot
 
 class OutOfPages(RuntimeError):
     """The pool has too few free pages. Nothing was changed."""
+
+
+class Pool:
+    """Physical pages, numbered from 0, each with the number of its holders. The last to drop a page frees it."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._free = list(range(pages - 1, -1, -1))  # the lowest page is handed out first
+        self._holders = [0] * pages
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def holders(self, page: int) -> int:
+        """How often the page is held; 0 if it is free."""
+        return self._holders[page]
+
+    def take(self, count: int) -> list[int]:
+        """Pages that nobody holds. Raises ``OutOfPages``, and takes none, if there are fewer."""
+        if count > len(self._free):
+            raise OutOfPages(f"expected {count} free pages, got {len(self._free)} of {self.pages}")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Hold pages once more."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Hold pages once less. Those that were taken last are handed out last."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
 
 
 @dataclass
@@ -35,13 +73,12 @@ class PageAllocator:
             raise ValueError(f"expected at least 1 page of at least 1 entry, got {pages} pages of {page_size}")
         self.pages = pages
         self.page_size = page_size
-        self._free = list(range(pages - 1, -1, -1))  # the lowest page is handed out first
-        self._references = [0] * pages
+        self._pool = Pool(pages)
         self._sequences: dict[Hashable, _Sequence] = {}
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        return self._pool.free_pages
 
     def add(self, sequence: Hashable) -> None:
         """Begin an empty sequence."""
@@ -58,15 +95,12 @@ class PageAllocator:
             raise ValueError(f"expected 0 or more entries for sequence {sequence!r}, got {entries}")
         end = state.entries + entries
         needed = pages_for(end, self.page_size) - len(state.pages)
-        if needed > len(self._free):
+        if needed > self.free_pages:
             raise OutOfPages(
-                f"sequence {sequence!r} needs {needed} more pages of {self.page_size} entries, {len(self._free)} of "
+                f"sequence {sequence!r} needs {needed} more pages of {self.page_size} entries, {self.free_pages} of "
                 f"{self.pages} are free; free a sequence or make the pool larger"
             )
-        for _ in range(needed):
-            page = self._free.pop()
-            self._references[page] = 1
-            state.pages.append(page)
+        state.pages += self._pool.take(needed)
         places = (locate(state.pages, entry, self.page_size) for entry in range(state.entries, end))
         slots = [slot(page, offset, self.page_size) for page, offset in places]
         state.entries = end
@@ -84,18 +118,14 @@ class PageAllocator:
                 f"cannot fork sequence {parent!r}: expected full pages of {self.page_size} entries, "
                 f"got {source.entries} entries; fork it at a page boundary"
             )
-        for page in source.pages:
-            self._references[page] += 1
+        self._pool.share(source.pages)
         self._sequences[child] = _Sequence(source.entries, list(source.pages))
 
     def free(self, sequence: Hashable) -> None:
         """End a sequence. Pages that no other sequence holds return to the pool."""
         state = self._known(sequence)
         del self._sequences[sequence]
-        for page in reversed(state.pages):
-            self._references[page] -= 1
-            if not self._references[page]:
-                self._free.append(page)
+        self._pool.drop(state.pages)
 
     def known(self, sequence: Hashable) -> bool:
         """Whether the sequence was begun and not freed."""
