@@ -1,4 +1,4 @@
-"""``python -m sparse_attn``: doctor, plan, metrics, support, demo, version."""
+"""``python -m sparse_attn``: doctor, plan, metrics, calibrate, crossover, support, demo, version."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] in (["support"], ["demo"]) and not find_spec("torch"):
         print(f"{argv[0]} needs torch 2.9 or newer, which is not installed: pip install torch", file=sys.stderr)
         return 1
+    if argv[:1] == ["calibrate"]:
+        from .calibrate import main as calibrate
+
+        return calibrate(argv[1:])
+    if argv[:1] == ["crossover"]:
+        from .calibrate import main_crossover
+
+        return main_crossover(argv[1:])
     if argv[:1] == ["support"]:
         from .support import main as support
 
@@ -38,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="what this machine has and runs, or how an engine runs a model, and what binds")
     commands.add_parser("plan", help="what a model's cache costs and buys on a device, and what binds")
     commands.add_parser("metrics", help="what is exported to Prometheus: [--dashboard | --alerts] [--model NAME]")
+    commands.add_parser("calibrate", help="coefficients of a step's time from measured steps, and the knee: FILE")
+    commands.add_parser("crossover", help="dense against sparse over length, from measured calls: FILE --k N")
     commands.add_parser("support", help="what each kernel can do: [OP] [--json | --markdown]")
     commands.add_parser("demo", help="a language model on sparse attention, and a report")
     commands.add_parser("version", help="print the version")

@@ -87,6 +87,15 @@ def other_lengths_are_predicted(module: ModuleType) -> None:
         assert it.seconds(works) == pytest.approx(exact.seconds(works), rel=0.1)
 
 
+def a_pause_spoils_little(module: ModuleType) -> None:
+    steps = rows(0.02)
+    late = [Row(r.tokens, r.scored, r.attended, r.seconds * (50 if n % 30 == 0 else 1)) for n, r in enumerate(steps)]
+    assert error(module.fit(late).cost, steps) < 0.06
+    nothing = [Row(0, 0, 1 + n % 3, 1e-3) for n in range(6)] + [Row(1, 5, 1 + n % 3, 2e-3) for n in range(6)]
+    with pytest.raises(ValueError, match="token and scored"):
+        module.fit(nothing)
+
+
 def what_cannot_be_told_apart_is_refused(module: ModuleType) -> None:
     alike = [Row(n, 100 * n, 50 * n, 1e-3 * n) for n in range(1, 30)]
     with pytest.raises(ValueError, match="tell token and scored apart"):
@@ -149,6 +158,7 @@ CHECKS = {
         the_intervals_hold_the_coefficients,
         no_coefficient_is_negative_and_none_is_better,
         other_lengths_are_predicted,
+        a_pause_spoils_little,
         what_cannot_be_told_apart_is_refused,
     ],
     "knee": [the_knee_is_found, no_knee_is_said],
@@ -163,13 +173,13 @@ def test_the_rule(module: str, check) -> None:  # type: ignore[no-untyped-def]
 # (check that must notice, text in the file, what stands there instead)
 FAULTS = {
     "calibration": [
-        (the_coefficients_are_found, "a * row.seconds / weight for", "a for"),
+        (the_intervals_hold_the_coefficients, "a * row.seconds / weight for", "a for"),
         (
             the_intervals_hold_the_coefficients,
-            "sum(c * x for c, x in zip(first, row.columns, strict=True))",
+            "max(p, row.seconds / 2)",
             "row.seconds",
         ),
-        (the_coefficients_are_found, "StepCost(*(x / scale", "StepCost(*(x * scale"),
+        (the_coefficients_are_found, "term: x / scale", "term: x * scale"),
         (the_intervals_hold_the_coefficients, "k=len(blocks)", "k=4 * len(blocks)"),
         (the_intervals_hold_the_coefficients, "(1 - LEVEL) / 2", "0.4"),
         (no_coefficient_is_negative_and_none_is_better, "found is None or min(found) < 0", "found is None"),
@@ -179,6 +189,7 @@ FAULTS = {
             "range(len(used), 0, -1)",
             "range(len(used), len(used) - 1, -1)",
         ),
+        (a_pause_spoils_little, "max(p, row.seconds / 2)", "p"),
         (what_cannot_be_told_apart_is_refused, "    _refuse_alike(whole, used)\n", ""),
         (what_cannot_be_told_apart_is_refused, "if any(row.columns[n] for row in rows)]", "]"),
     ],

@@ -101,18 +101,21 @@ def fit(rows: Sequence[Row], device: str = "") -> Fit:
     scales = [max(row.columns[n] / row.seconds for row in rows) or 1.0 for n in range(len(TERMS))]
     whole = _sum(_equations(row, scales, row.seconds) for row in rows)
     _refuse_alike(whole, used)
-    # weighing by measured times favours steps that happened to be short, so weigh by what the first fit predicts
+    # Weighing by measured times favours steps that happened to be short, so weigh by what a first fit predicts; but not
+    # for a step that took twice as long, which something else delayed.
     first = [x / scale for x, scale in zip(_least(whole, used), scales, strict=True)]
-    equations = [_equations(row, scales, sum(c * x for c, x in zip(first, row.columns, strict=True))) for row in rows]
+    predicted = [sum(c * x for c, x in zip(first, row.columns, strict=True)) for row in rows]
+    equations = [_equations(row, scales, max(p, row.seconds / 2)) for p, row in zip(predicted, rows, strict=True)]
     whole = _sum(equations)
     size = -(-len(rows) // BLOCKS)
     blocks = [_sum(equations[start : start + size]) for start in range(0, len(rows), size)]
     draw = random.Random(0)
     draws = [_least(_sum(draw.choices(blocks, k=len(blocks))), used) for _ in range(DRAWS)]
-    cost = StepCost(*(x / scale for x, scale in zip(_least(whole, used), scales, strict=True)), device)
+    found = zip(TERMS, _least(whole, used), scales, strict=True)
+    cost = StepCost.from_dict({term: x / scale for term, x, scale in found} | {"device": device})
     intervals = {}
     for n, term in enumerate(TERMS):
-        values = sorted(found[n] / scales[n] for found in draws)
+        values = sorted(drawn[n] / scales[n] for drawn in draws)
         out = int(DRAWS * (1 - LEVEL) / 2)
         intervals[term] = (values[out], values[-1 - out])
     return Fit(cost, intervals, error(cost, rows), len(rows))

@@ -1,0 +1,140 @@
+"""Dense against sparse from measured times: cells, switches, and both commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from faults import faulty
+from test_calibration import TRUE, rows
+
+from sparse_attn.__main__ import main
+from sparse_attn.serving.cost import StepCost
+from sparse_attn.serving.crossover import Timing, crossovers, read
+
+K = 1024
+
+
+def timings(factors: dict[int, float], spread: float = 0.02, batch: int = 1, ratio: float = 0.25) -> list[Timing]:
+    """Of each length, five times of either path; dense takes ``factor`` times as long."""
+    found = []
+    for length, factor in factors.items():
+        for n in range(5):
+            jitter = 1 + spread * (n - 2) / 2
+            found.append(Timing(length, batch, ratio, "sparse", 1e-3 * jitter))
+            found.append(Timing(length, batch, ratio, "dense", 1e-3 * factor * jitter))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("factors", "faster", "switch"),
+    [
+        ({512: 0.5, 2048: 0.8, 8192: 2.0}, ["dense", "dense", "sparse"], (2048, 8192)),
+        ({512: 0.5, 2048: 1.01, 8192: 2.0}, ["dense", "", "sparse"], (2048, 8192)),
+        ({512: 2.0, 2048: 0.5, 8192: 2.0}, ["sparse", "dense", "sparse"], (2048, 8192)),
+        ({512: 2.0, 2048: 2.0}, ["sparse", "sparse"], (0, 512)),
+        ({512: 2.0, 2048: 0.5}, ["sparse", "dense"], None),
+    ],
+)
+def test_the_switch(factors: dict[int, float], faster: list[str], switch: tuple[int, int] | None) -> None:
+    (found,) = crossovers(timings(factors), K)
+    assert [cell.faster for cell in found.cells] == faster
+    assert found.length == switch
+    assert [cell.exact for cell in found.cells] == [length <= K for length in factors]
+    assert [cell.speedup for cell in found.cells] == pytest.approx(list(factors.values()))
+
+
+def test_times_that_spread_do_not_differ() -> None:
+    (found,) = crossovers(timings({512: 1.2}, spread=0.5), K)
+    assert found.cells[0].faster == ""
+    (found,) = crossovers(timings({512: 1.2}, spread=0.1), K)
+    assert found.cells[0].faster == "sparse"
+    (found,) = crossovers(timings({512: 1.04}, spread=0.0), K)
+    assert found.cells[0].faster == "", "less than 5 % apart"
+
+
+def test_the_path_of_a_length() -> None:
+    (found,) = crossovers(timings({512: 0.5, 2048: 1.0, 8192: 2.0}), K)
+    paths = [found.path(length) for length in (100, 512, 2047, 2048, 8191, 8192, 10**6)]
+    assert paths == ["", "dense", "dense", "dense", "dense", "sparse", "sparse"]
+
+
+# (text in the file, what stands there instead)
+FAULTS = [
+    ("high_sparse < low_dense and s", "s"),
+    ("s < (1 - CLEAR) * d", "s < d"),
+    ("length <= k)", "length < k + 2000)"),
+    ("won[::-1].index(False)", "won.index(False)"),
+    ("if not won[-1]:", "if False:"),
+    ('known[-1].faster or "dense"', 'known[0].faster or "dense"'),
+    ("cell.length <= length]", "cell.length < length]"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), FAULTS)
+def test_the_checks_notice(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = faulty("crossover", old, new)
+    monkeypatch.setitem(globals(), "crossovers", broken.crossovers)
+    with pytest.raises((AssertionError, IndexError)):
+        for mark in test_the_switch.pytestmark:  # type: ignore[attr-defined]
+            for case in mark.args[1]:
+                test_the_switch(*case)
+        test_times_that_spread_do_not_differ()
+        test_the_path_of_a_length()
+
+
+def test_batches_and_ratios_are_apart() -> None:
+    every = [*timings({512: 0.5}, batch=4), *timings({512: 2.0}, batch=1), *timings({512: 2.0}, ratio=0.1)]
+    found = crossovers([*every, Timing(9, 9, 0.1, "dense", 1.0)], K)
+    assert [(each.batch, each.ratio, each.cells[0].faster) for each in found] == [
+        (1, 0.1, "sparse"),
+        (1, 0.25, "sparse"),
+        (4, 0.25, "dense"),
+    ]
+
+
+def lines(path: Path, some: list[dict[str, object]]) -> str:
+    path.write_text("\n".join(map(json.dumps, some)))
+    return str(path)
+
+
+def test_the_crossover_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = lines(tmp_path / "calls.jsonl", [vars(timing) for timing in timings({512: 0.5, 2048: 2.0})])
+    assert len(read(path)) == 20
+    assert main(["crossover", path, "--k", "1024"]) == 0
+    said = capsys.readouterr().out
+    assert "| 1 | 0.25 | 512 | 0.5 | 1 | 0.50 | dense | same |" in said
+    assert "| 1 | 0.25 | 2048 | 2 | 1 | 2.00 | sparse | differ |" in said
+    assert "batch 1, ratio 0.25: sparse becomes faster for good between 512 and 2048" in said
+    assert main(["crossover", path, "--k", "1024", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["length"] == [512, 2048]
+    for wrong in ({"length": 1}, {**vars(timings({9: 1.0})[0]), "path": "both"}):
+        assert main(["crossover", lines(tmp_path / "wrong.jsonl", [wrong]), "--k", "1"]) == 1
+        assert "line 1: expected length, batch, ratio" in capsys.readouterr().err
+    assert main(["crossover", lines(tmp_path / "none.jsonl", []), "--k", "1"]) == 1
+    assert "of the same length, batch and ratio, got none" in capsys.readouterr().err
+
+
+def test_the_calibrate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = {"tokens": 0, "attended_pairs": 0, "pairs": {}, "sequences": 0}
+    steps = []
+    for row in rows(0.01):
+        phase = {"tokens": row.tokens, "attended_pairs": row.attended, "pairs": {"scored": row.scored}}
+        prefill, decode = (
+            ({**phase, "sequences": 1}, nothing)
+            if row.decoding is None
+            else (nothing, {**phase, "sequences": row.decoding})
+        )
+        steps.append({"record": "step", "seconds": row.seconds, "prefill": prefill, "decode": decode})
+    path, profile = lines(tmp_path / "steps.jsonl", steps), tmp_path / "profile.json"
+    assert main(["calibrate", path, "--device", "here", "--save", str(profile)]) == 0
+    said = capsys.readouterr().out
+    assert "120 steps; half of them are predicted within 0." in said and "of a pair attended" in said and "knee" in said
+    saved = StepCost.from_dict(json.loads(profile.read_text()))
+    assert saved.device == "here" and saved.step == pytest.approx(TRUE.step, rel=0.05)
+    assert main(["calibrate", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cost"] == {**saved.to_dict(), "device": ""}
+    assert main(["calibrate", lines(tmp_path / "few.jsonl", steps[:3])]) == 1
+    assert "expected at least 12, got 3" in capsys.readouterr().err
+    assert main(["calibrate", str(tmp_path / "missing.jsonl")]) == 1
