@@ -77,7 +77,9 @@ class Paged:
 class Batch:
     """One line in one phase: every name its arguments use, and the entries that each row attends."""
 
-    def __init__(self, line: Line, phase: str, page: int, seed: int = 0, padding: int = 2) -> None:
+    def __init__(
+        self, line: Line, phase: str, page: int, seed: int = 0, padding: int = 2, win_page: int | None = None
+    ) -> None:
         self.line, self.phase = line, phase
         self.generator = torch.Generator().manual_seed(seed)
         self.lengths, rows = PHASES[phase]
@@ -87,7 +89,7 @@ class Batch:
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
         self.bounds = max(rows), max(self.lengths)
         self.padding = padding
-        self.page = page
+        self.page, self.win_page = page, win_page or page + 1
         ratio = re.search(r"\bratio=(\d+)", line.arguments)
         self.ratio = int(ratio[1]) if ratio else 1
         block = re.search(r"select_block=(\d+)", line.arguments)
@@ -127,7 +129,7 @@ class Batch:
     def build_window(self) -> None:
         if not self.uses("window_kv"):
             return
-        window = Paged(self.sequences(1, 1, 512), self.page + 1, self.generator)
+        window = Paged(self.sequences(1, 1, 512), self.win_page, self.generator)
         self.window = window.logical, window.logical
         self.names |= {"window_kv": window.plane, "win_pages": window.table}
         if self.uses("compressed"):

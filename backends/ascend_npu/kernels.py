@@ -8,7 +8,7 @@ from functools import partial
 
 from sparse_attn.registry import Between, Impl, Limit, OneOf
 
-from . import operators, selfcheck, soc, sparse_flash
+from . import operators, selfcheck, soc, sparse_flash, sparse_mla
 
 ARCH22, ARCH35 = ("A2", "A3"), ("950",)
 INT32 = (1 << 31) - 1
@@ -98,6 +98,72 @@ INT8_ROWS: Sourced = {
     "rope_dim": (OneOf((0,)), f"{KV_QUANT_DOC}: in the row"),
 }
 
+SMLA_DOC = "CANN ops-transformer, attention/sparse_flash_mla, aclnnSparseFlashMla.md"
+RATIO_DOC = "CANN ops-transformer, attention/sparse_flash_mla, note on compression ratios 1 and 2 for A2 and A3"
+SMLA = (operators.SMLA, operators.SMLA_METADATA)
+STRIDES = (
+    OneOf(("contiguous", "pages")),
+    "vllm-ascend dsa_v41.py passes pages of a larger pool; the operator takes the page stride from the tensor",
+)
+
+WINDOWED: Sourced = {
+    "dtype": (OneOf(("bfloat16",)), f"{SMLA_DOC}: queries and rows have one type"),
+    "win_format": (OneOf(("bf16",)), SMLA_DOC),
+    "v_format": (OneOf(("",)), f"{SMLA_DOC}: keys are values"),
+    "q_heads": (Between(1, 128), f"{SMLA_DOC}: powers of two (950: from 2), to which heads are padded"),
+    "kv_heads": (OneOf((1,)), SMLA_DOC),
+    "qk_dim": (OneOf((512,)), SMLA_DOC),
+    "v_dim": (OneOf((512,)), SMLA_DOC),
+    "select_block": (OneOf((1,)), SMLA_DOC),
+    "win_strides": STRIDES,
+    "win_reach": PAGING["kv_reach"],
+    "win_range": (OneOf((False,)), SMLA_DOC),
+    "win_indices": (OneOf((0,)), f"{SMLA_DOC}: reserved"),
+    "lse": (OneOf((False,)), f"{SMLA_DOC} writes it without the sink, the sum begins with it: not verified"),
+    "causal": (OneOf((True,)), SMLA_DOC),
+    "batch_invariant": (OneOf((False,)), OURS.format("nothing says that it is")),
+}
+WINDOWED22: Sourced = {
+    **WINDOWED,
+    "window": (OneOf((128,)), f"{SMLA_DOC}: oriWinLeft is 127"),
+    "win_page_size": (Between(16, 1024, 16), SMLA_DOC),
+}
+WINDOWED35: Sourced = {
+    **WINDOWED,
+    "window": (Between(1, INT32), SMLA_DOC),
+    "win_page_size": (Between(1, 1024), SMLA_DOC),
+}
+ALONE: Sourced = {"planes": (OneOf(("window",)), SMLA_DOC)}
+COMPRESSED: Sourced = {
+    "planes": (OneOf(("main+window",)), SMLA_DOC),
+    "format": (OneOf(("bf16",)), SMLA_DOC),
+    "rope_dim": (OneOf((0,)), f"{SMLA_DOC}: in the row"),
+    "kv_strides": STRIDES,
+    "kv_reach": PAGING["kv_reach"],
+    "kv_range": (OneOf((False,)), SMLA_DOC),
+}
+PAGES22: Sourced = {"page_size": (Between(16, 1024, 16), SMLA_DOC)}
+PAGES35: Sourced = {"page_size": (Between(1, 1024), SMLA_DOC)}
+ALL: Sourced = {"index_heads": (OneOf((0,)), f"{SMLA_DOC}: HCA")}
+SOME: Sourced = {
+    "index_heads": (OneOf((1,)), f"{SMLA_DOC}: CSA"),
+    "selected": (Between(0, 1024), f"{SMLA_DOC}: 512 or 1024, to which lists are padded"),
+}
+
+
+def _ratios(ratios: OneOf | Between, source: str) -> Sourced:
+    return {"ratio": (ratios, source)}
+
+
+def _both(*checks: Callable[[Callable[..., None]], str | None]) -> Callable[[Callable[..., None]], str | None]:
+    """The first complaint of several checks."""
+    return lambda run: next((complaint for check in checks if (complaint := check(run))), None)
+
+
+def _selected(*ratios: int) -> Callable[[Callable[..., None]], str | None]:
+    return _both(*(partial(selfcheck.selected, ratio) for ratio in ratios))
+
+
 KERNELS = (
     Kernel(
         "attend",
@@ -134,12 +200,85 @@ KERNELS = (
         sparse_flash.kv_quant_sparse_flash_attention,
         selfcheck.kv_quant_sparse_flash,
     ),
+    Kernel(
+        "attend",
+        SMLA,
+        ARCH22,
+        "window",
+        {**WINDOWED22, **ALONE},
+        sparse_mla.window_ratio_0,
+        selfcheck.window,
+    ),
+    Kernel(
+        "attend",
+        SMLA,
+        ARCH22,
+        "window, operator before V4.1",
+        {**WINDOWED22, **ALONE},
+        sparse_mla.window_ratio_1,
+        selfcheck.window,
+        priority=19,
+    ),
+    Kernel(
+        "attend",
+        SMLA,
+        ARCH22,
+        "window and a selection",
+        {**WINDOWED22, **COMPRESSED, **PAGES22, **SOME, **_ratios(OneOf((4,)), SMLA_DOC)},
+        sparse_mla.compressed,
+        _selected(4),
+    ),
+    Kernel(
+        "attend",
+        SMLA,
+        ARCH22,
+        "window and a selection, V4.1",
+        {**WINDOWED22, **COMPRESSED, **PAGES22, **SOME, **_ratios(OneOf((1, 2)), RATIO_DOC)},
+        sparse_mla.compressed,
+        _selected(1, 2),
+    ),
+    Kernel(
+        "attend",
+        SMLA,
+        ARCH22,
+        "window and all compressed",
+        {**WINDOWED22, **COMPRESSED, **PAGES22, **ALL, **_ratios(OneOf((128,)), SMLA_DOC)},
+        sparse_mla.compressed,
+        selfcheck.all_compressed,
+    ),
+    Kernel(
+        "attend",
+        SMLA,
+        ARCH35,
+        "window",
+        {**WINDOWED35, **ALONE},
+        sparse_mla.window_ratio_1,
+        selfcheck.window,
+    ),
+    Kernel(
+        "attend",
+        SMLA,
+        ARCH35,
+        "window and a selection",
+        {**WINDOWED35, **COMPRESSED, **PAGES35, **SOME, **_ratios(Between(1, 128), SMLA_DOC)},
+        sparse_mla.compressed,
+        _selected(1, 2, 4),
+    ),
+    Kernel(
+        "attend",
+        SMLA,
+        ARCH35,
+        "window and all compressed",
+        {**WINDOWED35, **COMPRESSED, **PAGES35, **ALL, **_ratios(Between(1, 128), SMLA_DOC)},
+        sparse_mla.compressed,
+        selfcheck.all_compressed,
+    ),
 )
 
 REFUSED = (
     ("`attend`", "LSE, explicit ranges, batch invariance", "no operator offers them with pages and indices"),
     ("`attend`", "bf16 latent rows with the rope part inside", "the operator wants two planes, and would copy views"),
-    ("`attend`", "window and compressed rows; grouped-query rows; fp8 and fp4 rows", "no kernel here yet"),
+    ("`attend`", "grouped-query rows, dense or in blocks; fp8 and fp4 rows", "no kernel here yet"),
     ("`select`", "all", "no kernel here yet"),
     ("`compress`, `convert`, `load`, `merge`, `select_merge`, `store`", "all", "no kernel here yet"),
 )

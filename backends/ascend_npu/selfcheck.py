@@ -14,23 +14,24 @@ from torch import Tensor
 
 PAGE, DIM = 16, 512
 LENGTH, QUERIES = 40, 2  # the rows stand at the positions 38 and 39
+WINDOW = 128
 OUTLIER = 5  # the entry that head 1 attends alone
 WRONG = 100  # value of an entry that no row may attend
 CLOSE = 0.06  # half a bf16 step of the answers below, which are less than 32
 
 
-def _plane(values: Sequence[int], marks: int) -> tuple[Tensor, Tensor]:
+def _plane(values: Sequence[int], marks: int = 0) -> tuple[Tensor, Tensor]:
     """bf16 rows of constant values in pages out of order, with ``marks`` elements at the end of each that score for
     head 1, and the page table."""
-    pages = -(-len(values) // PAGE)
+    pages = max(-(-len(values) // PAGE), 1)
     plane = torch.full((pages + 2, PAGE, 1, DIM + marks), float(WRONG), dtype=torch.bfloat16)
     table = torch.arange(pages, 0, -1, dtype=torch.int32)[None]
     for e, value in enumerate(values):
         row = plane[int(table[0, e // PAGE]), e % PAGE, 0]
         row[:DIM] = value
         row[DIM:] = 0
-        if marks:
-            row[DIM] = 8 if e == OUTLIER else 0
+        if marks and e == OUTLIER:
+            row[DIM] = 8
     return plane, table
 
 
@@ -48,7 +49,7 @@ def _ask(run: Callable[..., None], arguments: dict[str, object], expected: Seque
     )
 
 
-def _queries(dim: int) -> dict[str, object]:
+def _queries(dim: int = DIM) -> dict[str, object]:
     q = torch.zeros(QUERIES, 2, dim, dtype=torch.bfloat16)
     if dim > DIM:
         q[:, 1, DIM] = 8
@@ -81,3 +82,49 @@ def kv_quant_sparse_flash(run: Callable[..., None]) -> str | None:
     ones = torch.ones(*rows.shape[:3], 4)
     parts = [rows.to(torch.int8).view(torch.uint8), rope.contiguous().view(torch.uint8), ones.view(torch.uint8)]
     return _ask(run, call | {"kv": torch.cat(parts, -1)}, expected)
+
+
+def _means(parts: Sequence[Sequence[Sequence[int]]]) -> list[list[float]]:
+    """For each row the mean of the values that it attends in all planes, for both heads; a sink of 0 counts as one
+    value of 0 with head 1."""
+    attended = [[value for part in row for value in part] for row in parts]
+    return [[sum(row) / len(row), sum(row) / (len(row) + 1)] for row in attended]
+
+
+def _window(length: int) -> tuple[dict[str, object], list[list[int]]]:
+    """A call on a window plane whose last row must not count what came before, and the values that each row attends."""
+    values = [e % 32 for e in range(length)]
+    plane, table = _plane(values)
+    sinks = torch.tensor([float("-inf"), 0.0])
+    call = _queries() | {"win": plane, "win_page_table": table, "window": WINDOW, "sinks": sinks, "kv": None}
+    call |= {"indices": None, "page_table": None, "max_seqlen_q": QUERIES, "max_seq_len": length, "ratio": 1}
+    call["seq_lens"] = torch.tensor([length], dtype=torch.int32)
+    return call, [values[max(end - WINDOW, 0) : end] for end in (length - 1, length)]
+
+
+def window(run: Callable[..., None]) -> str | None:
+    """A window that begins inside the sequence."""
+    call, attended = _window(WINDOW + 20)
+    return _ask(run, call, _means([[row] for row in attended]))
+
+
+def selected(ratio: int, run: Callable[..., None]) -> str | None:
+    """A window, and fewer compressed rows than are visible."""
+    call, attended = _window(LENGTH)
+    visible = LENGTH // ratio
+    chosen = [1, visible - 1]
+    plane, table = _plane([31 if e in chosen else WRONG for e in range(visible)])
+    indices = torch.full((QUERIES, 1, 512), -1, dtype=torch.int32)
+    indices[:, 0, :2] = torch.tensor(chosen)
+    call |= {"kv": plane, "page_table": table, "indices": indices, "index_counts": None, "ratio": ratio}
+    seen = [[31] * sum(e < end // ratio for e in chosen) for end in (LENGTH - 1, LENGTH)]
+    return _ask(run, call, _means([list(row) for row in zip(attended, seen, strict=True)]))
+
+
+def all_compressed(run: Callable[..., None]) -> str | None:
+    """A window, and both compressed rows that its last row sees; the row before sees one."""
+    ratio, length = 128, 256
+    call, attended = _window(length)
+    plane, table = _plane([31, 29])
+    call |= {"kv": plane, "page_table": table, "ratio": ratio}
+    return _ask(run, call, _means([[attended[0], [31]], [attended[1], [31, 29]]]))

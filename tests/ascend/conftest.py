@@ -21,6 +21,7 @@ def become(family: str) -> None:
     from sparse_attn.backends.ascend_npu import soc
 
     device.chip.name, emulator.machine.family = CHIPS[family], family
+    emulator.machine.readings = emulator.Readings()
     soc.family.cache_clear()
     found.find.cache_clear()
     library.forget()
@@ -30,5 +31,4 @@ def become(family: str) -> None:
 def family(request):
     """Each family of chips in turn."""
     become(request.param)
-    emulator.machine.readings = emulator.Readings()
     return request.param

@@ -19,6 +19,11 @@ SOURCES = {
     "sfa": "op-plugin 0511bb2c, docs/zh/custom_APIs/torch_npu/torch_npu-npu_sparse_flash_attention.md",
     "kv_quant": "op-plugin 09fca6f6, docs/zh/custom_APIs/torch_npu/torch_npu-npu_kv_quant_sparse_flash_attention.md",
     "sfa kernel": "vllm-ascend 182b75ea, csrc/attention/sparse_flash_attention, service_vector_mla.h",
+    "smla": "ops-transformer, attention/sparse_flash_mla, aclnnSparseFlashMla.md (a stored copy)",
+    "smla ratios": "ops-transformer, attention/sparse_flash_mla, note on cmp_ratio 1 and 2 for A2 and A3",
+    "smla stride": "vllm-ascend, attention/dsa_v41.py: page stride from the tensor",
+    "smla pair": "vllm-ascend, mixed_quant_sparse_flash_mla: both calls must get identical arguments",
+    "smla kernel": "vllm-ascend, csrc/attention/sparse_flash_mla/op_kernel/arch22, and a user's notes on it",
     "issue 9616": "vllm-ascend pull request 9818: a stale block table reads out of bounds",
     "issue 12833": "vllm-ascend pull request 12833: rows without a valid index are not written",
 }
@@ -38,6 +43,11 @@ class Readings:
 
     kv_quant_width: int = 512
     """Elements of an output row: the text says as many as the query's 576, its example prints 512."""
+    smla_knows_v41: bool = True
+    """Whether the operator of A2 and A3 is the later one: ratios 1 and 2 with a selection, and 0 without rows."""
+    smla_counts: str = "each row"
+    """For what it counts the valid indices: ``each row``, ``first row of a tile`` (of which the sources speak), or
+    ``never`` (versions that have no such code)."""
 
 
 @dataclass
@@ -153,6 +163,175 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+SMLA, SMLA_METADATA = "npu_sparse_flash_mla", "npu_sparse_flash_mla_metadata"
+
+
+def _allowed_ratio(a: Any) -> bool:
+    """On A2 and A3, before and since V4.1."""
+    if a.cmp_kv is None:
+        return a.cmp_ratio == (0 if machine.readings.smla_knows_v41 else 1)
+    if a.cmp_sparse_indices is None:
+        return a.cmp_ratio == 128
+    return a.cmp_ratio in ((1, 2, 4) if machine.readings.smla_knows_v41 else (4,))
+
+
+def _planes(a: Any) -> list[Tensor]:
+    return [plane for plane in (a.ori_kv, a.cmp_kv) if plane is not None]
+
+
+def _tables(a: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(table, lengths, plane) of each plane."""
+    found = [(a.ori_block_table, a.seqused_ori_kv, a.ori_kv)]
+    if a.cmp_kv is not None:
+        found.append((a.cmp_block_table, a.seqused_cmp_kv, a.cmp_kv))
+    return found
+
+
+def _a_length_each(a: Any) -> bool:
+    lengths = [a.seqused_ori_kv, *([a.seqused_cmp_kv, a.cmp_residual_kv] if a.cmp_kv is not None else [])]
+    return all(t is None or (_int32(t) and len(t) == len(a.cu_seqlens_q) - 1) for t in lengths)
+
+
+MLA_RULES: tuple[tuple[str, str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("queries are TND", "smla", lambda a: a.layout_q == "TND" and a.q.dim() == 3, EVERY),
+    ("pages", "smla", lambda a: a.layout_kv == "PA_BBND" and all(p.dim() == 4 for p in _planes(a)), EVERY),
+    ("a window", "smla", lambda a: a.ori_kv is not None, EVERY),
+    ("type", "smla", lambda a: a.q.dtype in HALF and all(p.dtype == a.q.dtype for p in _planes(a)), EVERY),
+    ("dimension", "smla", lambda a: all(t.shape[-1] == 512 for t in (a.q, *_planes(a))), EVERY),
+    ("one kv head", "smla", lambda a: all(p.shape[2] == 1 for p in _planes(a)), EVERY),
+    ("query heads", "smla", lambda a: _power_of_two(a.q.shape[1], 1, 128), ARCH22),
+    ("query heads of 950", "smla", lambda a: _power_of_two(a.q.shape[1], 2, 128), ARCH35),
+    ("page size", "smla", lambda a: all(p.shape[1] <= 1024 and p.shape[1] % 16 == 0 for p in _planes(a)), ARCH22),
+    ("page size of 950", "smla", lambda a: all(1 <= p.shape[1] <= 1024 for p in _planes(a)), ARCH35),
+    ("only pages may lie apart", "smla stride", lambda a: all(p[:1].is_contiguous() for p in _planes(a)), EVERY),
+    ("no window indices", "smla", lambda a: a.ori_sparse_indices is None, EVERY),
+    ("no counts", "smla", lambda a: a.ori_topk_length is None and a.cmp_topk_length is None, EVERY),
+    ("query starts", "smla", lambda a: a.cu_seqlens_q is not None and _int32(a.cu_seqlens_q), EVERY),
+    ("query starts ascend", "smla", lambda a: a.cu_seqlens_q[0] == 0 and _ascending(a.cu_seqlens_q), EVERY),
+    ("query starts end in T", "smla", lambda a: _last(a.cu_seqlens_q) <= a.q.shape[0], EVERY),
+    ("no query lengths", "smla", lambda a: a.seqused_q is None, EVERY),
+    ("kv lengths", "smla", lambda a: a.seqused_ori_kv is not None, EVERY),
+    ("lengths, one each", "smla", _a_length_each, EVERY),
+    (
+        "lengths from 0 on",
+        "smla",
+        lambda a: all(bool((n >= 0).all()) for _, n, _ in _tables(a) if n is not None),
+        EVERY,
+    ),
+    ("block tables", "smla", lambda a: all(t is not None and t.dtype == torch.int32 for t, _, _ in _tables(a)), EVERY),
+    (
+        "block tables, a row each",
+        "smla",
+        lambda a: all(t.shape[0] == len(a.cu_seqlens_q) - 1 for t, _, _ in _tables(a)),
+        EVERY,
+    ),
+    (
+        "block table width",
+        "smla",
+        lambda a: all(n is None or _wide_enough(t, n, p.shape[1]) for t, n, p in _tables(a)),
+        EVERY,
+    ),
+    ("a selection needs rows", "smla", lambda a: a.cmp_sparse_indices is None or a.cmp_kv is not None, EVERY),
+    (
+        "selection",
+        "smla",
+        lambda a: (
+            a.cmp_sparse_indices is None
+            or (a.cmp_sparse_indices.shape[:2] == (a.q.shape[0], 1) and a.cmp_sparse_indices.dtype == torch.int32)
+        ),
+        EVERY,
+    ),
+    (
+        "selection width",
+        "smla",
+        lambda a: a.cmp_sparse_indices is None or a.cmp_sparse_indices.shape[2] in (512, 1024),
+        ARCH22,
+    ),
+    ("ratio", "smla ratios", _allowed_ratio, ARCH22),
+    ("ratio of 950", "smla", lambda a: a.cmp_kv is None or 1 <= a.cmp_ratio <= 128, ARCH35),
+    ("residual", "smla", lambda a: a.cmp_kv is None or a.cmp_ratio == 1 or a.cmp_residual_kv is not None, EVERY),
+    ("mask of the window", "smla", lambda a: a.ori_mask_mode == 4, ARCH22),
+    ("mask of compressed rows", "smla", lambda a: a.cmp_mask_mode == 3, ARCH22),
+    ("window", "smla", lambda a: (a.ori_win_left, a.ori_win_right) == (127, 0), ARCH22),
+    ("window of 950", "smla", lambda a: a.ori_win_left >= -1 and a.ori_win_right >= -1, ARCH35),
+    ("sinks", "smla", lambda a: a.sinks is not None, ARCH22),
+    ("sinks, one a head", "smla", lambda a: a.sinks is None or a.sinks.shape == (a.q.shape[1],), EVERY),
+    ("top-k mode", "smla", lambda a: a.topk_value_mode == 1, EVERY),
+    ("metadata", "smla", lambda a: a.metadata is not None and a.metadata.shape == (1024,), EVERY),
+    ("metadata of this call", "smla pair", lambda a: int(a.metadata[0]) == _mark(a, a.q.shape[1]), EVERY),
+)
+RULES += tuple(_rule(SMLA, name, source, holds, families) for name, source, holds, families in MLA_RULES)
+
+MARKED = ("cu_seqlens_q", "seqused_ori_kv", "seqused_cmp_kv", "cmp_residual_kv", "cmp_ratio", "ori_mask_mode")
+MARKED += ("cmp_mask_mode", "ori_win_left", "ori_win_right", "layout_q", "layout_kv")
+
+
+def _mark(a: Any, heads: int) -> int:
+    """A number that the arguments that both calls get determine."""
+    values = [getattr(a, name) for name in MARKED]
+    return hash((heads, *(tuple(v.tolist()) if isinstance(v, Tensor) else v for v in values))) & 0x7FFFFFFF
+
+
+def npu_sparse_flash_mla_metadata(a: Any) -> Tensor:
+    if (a.num_heads_kv, a.head_dim, a.has_ori_kv) != (1, 512, True):
+        raise RuleBroken(f"{SMLA_METADATA}: one kv head of 512 and a window ({SOURCES['smla']})")
+    if a.batch_size != len(a.cu_seqlens_q) - 1 or a.has_cmp_kv != (a.seqused_cmp_kv is not None):
+        raise RuleBroken(f"{SMLA_METADATA}: batch size, or rows without lengths ({SOURCES['smla pair']})")
+    bounds = [(a.max_seqlen_q, a.cu_seqlens_q.diff()), (a.max_seqlen_ori_kv, a.seqused_ori_kv)]
+    if a.has_cmp_kv:
+        bounds.append((a.max_seqlen_cmp_kv, a.seqused_cmp_kv))
+    if any(len(lengths) and int(lengths.max()) > bound for bound, lengths in bounds):
+        raise RuleBroken(f"{SMLA_METADATA}: a length past its bound ({SOURCES['smla']})")
+    schedule = torch.zeros(1024, dtype=torch.int32)
+    schedule[0] = _mark(a, a.num_heads_q)
+    return schedule
+
+
+def npu_sparse_flash_mla(a: Any) -> tuple[Tensor, Tensor]:
+    out = torch.full(a.q.shape, NAN)
+    starts = a.cu_seqlens_q.tolist()
+    sinks = torch.full((a.q.shape[1],), -1e30) if a.sinks is None else a.sinks.float()
+    for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        tile = max(1, 128 // a.q.shape[1])
+        for i in range(end - start):
+            threshold = int(a.seqused_ori_kv[b]) - (end - start) + i + 1
+            low, high = max(threshold - a.ori_win_left - 1, 0), threshold + a.ori_win_right
+            entries = range(low, min(high, int(a.seqused_ori_kv[b])))
+            rows = [row_at(a.ori_kv, a.ori_block_table[b], e, SMLA) for e in entries]
+            first = start + i - i % tile
+            chosen = [] if a.cmp_kv is None else _compressed_entries(a, b, start + i, first, end - start, i)
+            if chosen is None:
+                continue
+            rows += [row_at(a.cmp_kv, a.cmp_block_table[b], e, SMLA) for e in chosen]
+            if rows:
+                keys = torch.stack(rows).float()
+                scores = torch.cat([a.q[start + i].float() @ keys.T * a.softmax_scale, sinks[:, None]], -1)
+                out[start + i] = torch.softmax(scores, -1)[:, :-1] @ keys
+            else:
+                out[start + i] = 0
+    return out.to(a.q.dtype), torch.full((0,), NAN)
+
+
+def _compressed_entries(a: Any, b: int, t: int, first: int, queries: int, i: int) -> list[int] | None:
+    """Compressed rows of query row ``t``; None where columns are attended that were never written
+    (``SOURCES["smla kernel"]``)."""
+    residual = 0 if a.cmp_residual_kv is None else int(a.cmp_residual_kv[b])
+    length = int(a.seqused_cmp_kv[b])
+    limit = min(max((length * a.cmp_ratio + residual - queries + i + 1) // a.cmp_ratio, 0), length)
+    if a.cmp_sparse_indices is None:
+        return list(range(limit))
+    valid = packed(a.cmp_sparse_indices[t, 0].tolist())
+    counted = packed(a.cmp_sparse_indices[first, 0].tolist())
+    if valid is None or counted is None:
+        return None
+    columns = min(limit, a.cmp_sparse_indices.shape[2])
+    if machine.readings.smla_counts != "never":
+        own = machine.readings.smla_counts == "each row"
+        columns = min(columns, len(valid) if own else len(counted))
+    read = valid[:columns]
+    return None if len(read) < columns or any(e >= limit for e in read) else read
+
+
 def _ropes(a: Any) -> bool:
     given = a.query_rope is not None and a.key_rope is not None
     return given and a.query_rope.shape == (*a.query.shape[:2], 64) and a.key_rope.shape == (*a.key.shape[:3], 64)
@@ -254,10 +433,34 @@ SCHEMAS = {
         "int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64, int? key_dtype=None, "
         "int? value_dtype=None) -> Tensor",
     ),
+    SMLA: (
+        "_C_ascend",
+        "(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None, Tensor? ori_sparse_indices=None, "
+        "Tensor? cmp_sparse_indices=None, Tensor? ori_block_table=None, Tensor? cmp_block_table=None, "
+        "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None, "
+        "Tensor? seqused_q=None, Tensor? seqused_ori_kv=None, Tensor? seqused_cmp_kv=None, "
+        "Tensor? cmp_residual_kv=None, Tensor? ori_topk_length=None, Tensor? cmp_topk_length=None, "
+        "Tensor? sinks=None, Tensor? metadata=None, float softmax_scale=1., int cmp_ratio=1, int ori_mask_mode=4, "
+        "int cmp_mask_mode=3, int ori_win_left=127, int ori_win_right=0, str layout_q='BSND', "
+        "str layout_kv='PA_BBND', int topk_value_mode=1, bool return_softmax_lse=False) -> (Tensor, Tensor)",
+    ),
+    SMLA_METADATA: (
+        "_C_ascend",
+        "(int num_heads_q, int num_heads_kv, int head_dim, *, Tensor? cu_seqlens_q=None, "
+        "Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None, "
+        "Tensor? seqused_ori_kv=None, Tensor? seqused_cmp_kv=None, Tensor? cmp_residual_kv=None, "
+        "Tensor? ori_topk_length=None, Tensor? cmp_topk_length=None, int batch_size=0, int max_seqlen_q=0, "
+        "int max_seqlen_ori_kv=0, int max_seqlen_cmp_kv=0, int ori_topk=0, int cmp_topk=0, int cmp_ratio=1, "
+        "int ori_mask_mode=4, int cmp_mask_mode=3, int ori_win_left=127, int ori_win_right=0, str layout_q='BSND', "
+        "str layout_kv='PA_BBND', bool has_ori_kv=True, bool has_cmp_kv=True, str device='npu') -> Tensor",
+    ),
 }
-"""Operator to the namespace that ships it and its schema there, as torch_npu 2.13 prints it."""
+"""Operator to the namespace that ships it and its schema there: as torch_npu 2.13 prints it, or as vllm-ascend's
+sources and callers show it."""
 
 COMPUTE: dict[str, Callable[[Any], Any]] = {
     SFA: npu_sparse_flash_attention,
     KV_QUANT: npu_kv_quant_sparse_flash_attention,
+    SMLA: npu_sparse_flash_mla,
+    SMLA_METADATA: npu_sparse_flash_mla_metadata,
 }

@@ -9,7 +9,7 @@ import emulator
 import pytest
 import torch
 from conftest import become
-from emulator import KV_QUANT, SFA, Rule, RuleBroken
+from emulator import KV_QUANT, SFA, SMLA, SMLA_METADATA, Rule, RuleBroken
 
 Arguments = dict[str, Any]
 BF16 = torch.bfloat16
@@ -44,7 +44,43 @@ def kv_quant() -> Arguments:
     return a | dict(key_quant_mode=2, value_quant_mode=2)
 
 
-VALID: dict[str, Callable[[], Arguments]] = {SFA: sfa, KV_QUANT: kv_quant}
+def smla(selected: bool = True) -> Arguments:
+    """Two sequences of 20 and 40 tokens, with 2 and 1 query rows of 4 heads, and rows of ratio 4 of which some are
+    selected, or of ratio 128."""
+    lengths, ratio = torch.tensor([20, 40], dtype=torch.int32), 4 if selected else 128
+    indices = torch.full((3, 1, 512), -1, dtype=torch.int32)
+    indices[:, 0, :2] = torch.tensor([[3, 1], [4, 0], [9, 8]])
+    a = dict(
+        q=torch.randn(3, 4, 512).to(BF16),
+        ori_kv=torch.randn(6, 16, 1, 512).to(BF16),
+        cmp_kv=torch.randn(6, 16, 1, 512).to(BF16),
+        cmp_sparse_indices=indices if selected else None,
+        ori_block_table=torch.tensor([[1, 0, 77], [5, 4, 3]], dtype=torch.int32),
+        cmp_block_table=torch.tensor([[1, 77], [5, 77]], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 2, 3], dtype=torch.int32),
+        seqused_ori_kv=lengths,
+        seqused_cmp_kv=lengths // ratio,
+        cmp_residual_kv=lengths % ratio,
+        sinks=torch.zeros(4),
+        softmax_scale=0.04,
+        cmp_ratio=ratio,
+        ori_mask_mode=4,
+        cmp_mask_mode=3,
+        ori_win_left=127,
+        ori_win_right=0,
+        layout_q="TND",
+        layout_kv="PA_BBND",
+    )
+    return a | dict(metadata=metadata_of(a))
+
+
+def metadata_of(a: Arguments, heads: int = 4) -> torch.Tensor:
+    same = {name: value for name, value in a.items() if name in emulator.MARKED}
+    lengths = dict(batch_size=2, max_seqlen_q=2, max_seqlen_ori_kv=40, max_seqlen_cmp_kv=10)
+    return call(SMLA_METADATA, dict(num_heads_q=heads, num_heads_kv=1, head_dim=512) | lengths | same)
+
+
+VALID: dict[str, Callable[[], Arguments]] = {SFA: sfa, KV_QUANT: kv_quant, SMLA: smla}
 
 
 def apart(t: torch.Tensor) -> torch.Tensor:
@@ -90,8 +126,49 @@ BOTH: dict[str, Callable[[Arguments], Arguments]] = {
     "attention mode": lambda a: dict(attention_mode=0),
     "tokens before and after": lambda a: dict(pre_tokens=5),
 }
+OF_SMLA: dict[str, Callable[[Arguments], Arguments]] = {
+    "queries are TND": lambda a: dict(layout_q="BSND"),
+    "pages": lambda a: dict(layout_kv="TND"),
+    "a window": lambda a: dict(ori_kv=None),
+    "type": lambda a: dict(cmp_kv=a["cmp_kv"].half()),
+    "dimension": lambda a: dict(q=a["q"][..., :448]),
+    "one kv head": lambda a: dict(cmp_kv=a["cmp_kv"].expand(-1, -1, 2, -1).contiguous()),
+    "query heads": lambda a: dict(q=a["q"][:, :3]),
+    "query heads of 950": lambda a: dict(q=a["q"][:, :1]),
+    "page size": lambda a: dict(ori_kv=a["ori_kv"].view(12, 8, 1, 512)),
+    "page size of 950": lambda a: dict(ori_kv=torch.zeros(1, 1040, 1, 512).to(BF16)),
+    "only pages may lie apart": lambda a: dict(ori_kv=apart(a["ori_kv"])),
+    "no window indices": lambda a: dict(ori_sparse_indices=a["cmp_sparse_indices"]),
+    "no counts": lambda a: dict(cmp_topk_length=torch.ones(3, 1, dtype=I32)),
+    "query starts": lambda a: dict(cu_seqlens_q=None),
+    "query starts ascend": lambda a: dict(cu_seqlens_q=torch.tensor([0, 3, 2], dtype=I32)),
+    "query starts end in T": lambda a: dict(cu_seqlens_q=torch.tensor([0, 2, 4], dtype=I32)),
+    "no query lengths": lambda a: dict(seqused_q=a["seqused_ori_kv"]),
+    "kv lengths": lambda a: dict(seqused_ori_kv=None),
+    "lengths, one each": lambda a: dict(seqused_cmp_kv=a["seqused_cmp_kv"][:1]),
+    "lengths from 0 on": lambda a: dict(seqused_ori_kv=torch.tensor([-2, 40], dtype=I32)),
+    "block tables": lambda a: dict(cmp_block_table=None),
+    "block tables, a row each": lambda a: dict(cmp_block_table=a["cmp_block_table"][:1]),
+    "block table width": lambda a: dict(ori_block_table=a["ori_block_table"][:, :2]),
+    "a selection needs rows": lambda a: dict(cmp_kv=None),
+    "selection": lambda a: dict(cmp_sparse_indices=a["cmp_sparse_indices"].long()),
+    "selection width": lambda a: dict(cmp_sparse_indices=a["cmp_sparse_indices"][..., :300]),
+    "ratio": lambda a: dict(cmp_ratio=3),
+    "ratio of 950": lambda a: dict(cmp_ratio=129),
+    "residual": lambda a: dict(cmp_residual_kv=None),
+    "mask of the window": lambda a: dict(ori_mask_mode=0),
+    "mask of compressed rows": lambda a: dict(cmp_mask_mode=0),
+    "window": lambda a: dict(ori_win_left=128),
+    "window of 950": lambda a: dict(ori_win_left=-2),
+    "sinks": lambda a: dict(sinks=None),
+    "sinks, one a head": lambda a: dict(sinks=torch.zeros(3)),
+    "top-k mode": lambda a: dict(topk_value_mode=0),
+    "metadata": lambda a: dict(metadata=None),
+    "metadata of this call": lambda a: dict(metadata=metadata_of(a | dict(cmp_ratio=2))),
+}
 WRONG: dict[tuple[str, str], Callable[[Arguments], Arguments]] = {
     **{(operator, name): change for operator in (SFA, KV_QUANT) for name, change in BOTH.items()},
+    **{(SMLA, name): change for name, change in OF_SMLA.items()},
     (SFA, "query heads"): lambda a: dict(query=a["query"][:, :3].contiguous(), query_rope=a["query_rope"][:, :3]),
     (SFA, "512 and 64"): lambda a: dict(query_rope=a["query_rope"][..., :32]),
     (SFA, "one type"): lambda a: dict(query=a["query"].half()),
@@ -163,6 +240,30 @@ def test_hazards_of_selection(family, operator: str) -> None:
     stale[1, 2] = 6
     with pytest.raises(RuleBroken, match="page 6 of 6"):
         call(operator, arguments | dict(block_table=stale))
+
+
+@pytest.mark.parametrize("change", [dict(max_seqlen_ori_kv=39), dict(batch_size=3), dict(head_dim=576)])
+def test_wrong_metadata_calls(family, change: Arguments) -> None:
+    same = {name: value for name, value in smla().items() if name in emulator.MARKED}
+    lengths = dict(batch_size=2, max_seqlen_q=2, max_seqlen_ori_kv=40, max_seqlen_cmp_kv=10)
+    with pytest.raises(RuleBroken, match=SMLA_METADATA):
+        call(SMLA_METADATA, dict(num_heads_q=4, num_heads_kv=1, head_dim=512) | lengths | same | change)
+
+
+def test_hazards_of_compressed_selection(family) -> None:
+    arguments = smla()
+    cases = [([-1, 3], "a -1 in front of a valid one"), ([3, 5], "one that the row may not see yet")]
+    for row, what in cases:
+        changed = arguments["cmp_sparse_indices"].clone()
+        changed[0, 0, :2] = torch.tensor(row)
+        out = first(call(SMLA, arguments | dict(cmp_sparse_indices=changed)))
+        assert out[0].isnan().any() and out[2].isfinite().all(), what
+    emulator.machine.readings.smla_counts = "never"
+    assert first(call(SMLA, arguments)).isnan().any(), "fewer than are visible, on a version that does not count"
+    emulator.machine.readings.smla_counts = "first row of a tile"
+    changed = arguments["cmp_sparse_indices"].clone()
+    changed[1, 0, 1] = -1
+    assert first(call(SMLA, arguments | dict(cmp_sparse_indices=changed)))[1].isnan().any()
 
 
 @pytest.mark.parametrize("operator", [SFA, KV_QUANT])
