@@ -8,7 +8,7 @@ from functools import partial
 
 from sparse_attn.registry import Between, Impl, Limit, OneOf
 
-from . import operators, selfcheck, soc, sparse_flash, sparse_mla
+from . import indexer, operators, selfcheck, soc, sparse_flash, sparse_mla, store
 
 ARCH22, ARCH35 = ("A2", "A3"), ("950",)
 INT32 = (1 << 31) - 1
@@ -164,6 +164,42 @@ def _selected(*ratios: int) -> Callable[[Callable[..., None]], str | None]:
     return _both(*(partial(selfcheck.selected, ratio) for ratio in ratios))
 
 
+INDEXER_DOC = DOCS.format(operators.INDEXER)
+NO = OneOf((False,))
+ONE = OneOf((1,))
+
+INDEXED: Sourced = {
+    "dtype": (OneOf(("bfloat16",)), f"{INDEXER_DOC}: queries and keys have one type"),
+    "format": (OneOf(("bf16",)), INDEXER_DOC),
+    "q_heads": (Between(1, 64), f"{INDEXER_DOC}: 8, 16, 24, 32 or 64, to which heads of weight 0 are added"),
+    "key_heads": (ONE, INDEXER_DOC),
+    "out_heads": (ONE, INDEXER_DOC),
+    "dim": (OneOf((128,)), INDEXER_DOC),
+    "page_size": (Between(16, 1024, 16), INDEXER_DOC),
+    "key_strides": (OneOf(("contiguous",)), f"{INDEXER_DOC}: torch_npu would copy any other plane whole"),
+    "key_reach": PAGING["kv_reach"],
+    "kv_range": (NO, INDEXER_DOC),
+    "ratio": (ONE, INDEXER_DOC),
+    "strides": (ONE, INDEXER_DOC),
+    "bounds": (NO, INDEXER_DOC),
+    "score": (OneOf(("relu_sum",)), INDEXER_DOC),
+    "score_dtype": (OneOf(("fp32",)), OURS.format("nothing says how the operator rounds")),
+    "block": (ONE, INDEXER_DOC),
+    "k": (Between(0, 2048), f"{INDEXER_DOC}: and multiples of 1024 to 8192"),
+    "row_k": (NO, INDEXER_DOC),
+    "kept": (OneOf((0,)), INDEXER_DOC),
+    "tail": (OneOf(("none",)), INDEXER_DOC),
+    "candidates": (OneOf(("none",)), INDEXER_DOC),
+    "ties": (OneOf(("any",)), OURS.format("nothing says which of equal scores the operator takes")),
+    "order": (OneOf(("any",)), OURS.format("nothing says in which order equal scores come")),
+    "values": (NO, f"{INDEXER_DOC}: not with pages"),
+}
+
+PLAIN_ROWS: Sourced = {
+    "format": (OneOf(("bf16", "fp16", "fp32")), OURS.format("formats with scales are not written here yet")),
+    "strides": (OneOf(("contiguous",)), OURS.format("an indexed write into any other plane may copy it whole")),
+}
+
 KERNELS = (
     Kernel(
         "attend",
@@ -273,13 +309,43 @@ KERNELS = (
         sparse_mla.compressed,
         selfcheck.all_compressed,
     ),
+    Kernel(
+        "select",
+        (operators.INDEXER,),
+        ARCH22,
+        "lightning indexer",
+        {**INDEXED, "weights": (OneOf(("bfloat16", "float32")), INDEXER_DOC)},
+        indexer.lightning_indexer,
+        selfcheck.lightning_indexer,
+    ),
+    Kernel(
+        "select",
+        (operators.INDEXER,),
+        ARCH35,
+        "lightning indexer",
+        {**INDEXED, "weights": (OneOf(("bfloat16",)), INDEXER_DOC)},
+        indexer.lightning_indexer,
+        selfcheck.lightning_indexer,
+    ),
+    Kernel(
+        "store",
+        (),
+        ARCH22 + ARCH35,
+        "plain rows",
+        PLAIN_ROWS,
+        store.indexed_write,
+        selfcheck.indexed_write,
+    ),
 )
 
 REFUSED = (
     ("`attend`", "LSE, explicit ranges, batch invariance", "no operator offers them with pages and indices"),
     ("`attend`", "bf16 latent rows with the rope part inside", "the operator wants two planes, and would copy views"),
     ("`attend`", "grouped-query rows, dense or in blocks; fp8 and fp4 rows", "no kernel here yet"),
-    ("`select`", "all", "no kernel here yet"),
-    ("`compress`, `convert`, `load`, `merge`, `select_merge`, `store`", "all", "no kernel here yet"),
+    ("`select`", "int8 index rows", "the operator wants int8 queries; rounding them would change the selection"),
+    ("`select`", "`ties='lowest'`, bf16 scores, values", "undocumented, or not offered with pages"),
+    ("`select`", "candidates, budgets by row, kept entries, blocks, ratios", "no kernel here yet"),
+    ("`store`", "formats with scales", "no kernel here yet"),
+    ("`compress`, `convert`, `load`, `merge`, `select_merge`", "all", "no kernel here yet"),
 )
 """Op, calls, and why no kernel here takes them on any chip."""

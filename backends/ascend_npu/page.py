@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from .kernels import KERNELS, REFUSED
+from .kernels import KERNELS, REFUSED, Kernel
 from .soc import FAMILIES
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
@@ -16,9 +16,13 @@ def operators() -> list[str]:
     lines = [f"| op | calls | {' | '.join(FAMILIES)} |", f"| --- | --- | {'--- | ' * len(FAMILIES)}".rstrip()]
     for op, form in dict.fromkeys((kernel.op, kernel.form) for kernel in KERNELS):
         having = [kernel for kernel in KERNELS if (kernel.op, kernel.form) == (op, form)]
-        cells = [next((f"`{k.operators[0]}`" for k in having if f in k.families), "refused") for f in FAMILIES]
+        cells = [next((_name(k) for k in having if f in k.families), "refused") for f in FAMILIES]
         lines.append(f"| `{op}` | {form} | {' | '.join(cells)} |")
     return lines
+
+
+def _name(kernel: Kernel) -> str:
+    return f"`{kernel.operators[0]}`" if kernel.operators else "torch's own operations"
 
 
 def refused() -> list[str]:

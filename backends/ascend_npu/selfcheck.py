@@ -128,3 +128,36 @@ def all_compressed(run: Callable[..., None]) -> str | None:
     plane, table = _plane([31, 29])
     call |= {"kv": plane, "page_table": table, "ratio": ratio}
     return _ask(run, call, _means([[attended[0], [31]], [attended[1], [31, 29]]]))
+
+
+def lightning_indexer(run: Callable[..., None]) -> str | None:
+    """One key of eight stands out; the newest, which only the second row may select, stands out more."""
+    k, dim = 8, 128
+    plane = torch.zeros(4, PAGE, 1, dim, dtype=torch.bfloat16)
+    table = torch.tensor([[3, 1, 2]], dtype=torch.int32)
+    best = [2, 7, 11, 13, 18, 21, 30, 35]
+    for rank, e in enumerate(best):
+        plane[int(table[0, e // PAGE]), e % PAGE, 0, 0] = 8 + rank
+    plane[int(table[0, (LENGTH - 1) // PAGE]), (LENGTH - 1) % PAGE, 0, 0] = 64
+    q = torch.zeros(QUERIES, 2, dim, dtype=torch.bfloat16)
+    q[:, 0, 0] = 1
+    q[:, 1, 0] = -1  # its scores are not positive, and count as 0
+    call = _queries() | {"q": q, "weights": torch.ones(QUERIES, 2, dtype=torch.bfloat16), "keys": plane}
+    call |= {"page_table": table, "k": k}
+    device = {name: v.to("npu") if isinstance(v, Tensor) else v for name, v in call.items()}
+    indices = torch.empty(QUERIES, 1, k, dtype=torch.int32, device="npu")
+    counts = torch.empty(QUERIES, 1, dtype=torch.int32, device="npu")
+    run(SimpleNamespace(**device), indices, counts, None, None)
+    got = indices[:, 0].sort().values.tolist()
+    want = [best, [*best[1:], LENGTH - 1]]
+    return None if got == want else f"its self check failed: expected the entries {want} for two rows, got {got}"
+
+
+def indexed_write(run: Callable[..., None]) -> str | None:
+    """Two rows are written and two are not."""
+    rows = torch.arange(1, 5.0).view(4, 1, 1).expand(4, 1, 8).contiguous()
+    slots = torch.tensor([-1, 6, -5, 1])
+    plane = torch.zeros(2, 4, 1, 8, device="npu")
+    run(SimpleNamespace(rows=rows.to("npu"), plane=plane, slots=slots.to("npu"), paging=(2, 4, 1)))
+    got, want = plane[..., 0].flatten().tolist(), [0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0]
+    return None if got == want else f"its self check failed: expected {want} in eight slots, got {got}"

@@ -215,7 +215,7 @@ def facts(a: Select) -> Call:
             ("ratio", a.ratio),
             ("strides", a.strides),
             ("bounds", a.bounds),
-            ("weights", a.weights is not None),
+            ("weights", "" if a.weights is None else dtype_name(a.weights.dtype)),
             ("score", a.score),
             ("score_dtype", a.score_dtype),
             ("block", a.block),

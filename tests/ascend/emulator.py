@@ -19,6 +19,7 @@ SOURCES = {
     "sfa": "op-plugin 0511bb2c, docs/zh/custom_APIs/torch_npu/torch_npu-npu_sparse_flash_attention.md",
     "kv_quant": "op-plugin 09fca6f6, docs/zh/custom_APIs/torch_npu/torch_npu-npu_kv_quant_sparse_flash_attention.md",
     "sfa kernel": "vllm-ascend 182b75ea, csrc/attention/sparse_flash_attention, service_vector_mla.h",
+    "li": "op-plugin 09dca1a5, docs/zh/custom_APIs/torch_npu/torch_npu-npu_lightning_indexer.md",
     "smla": "ops-transformer, attention/sparse_flash_mla, aclnnSparseFlashMla.md (a stored copy)",
     "smla ratios": "ops-transformer, attention/sparse_flash_mla, note on cmp_ratio 1 and 2 for A2 and A3",
     "smla stride": "vllm-ascend, attention/dsa_v41.py: page stride from the tensor",
@@ -43,6 +44,8 @@ class Readings:
 
     kv_quant_width: int = 512
     """Elements of an output row: the text says as many as the query's 576, its example prints 512."""
+    last_of_equals: bool = False
+    """Which of equal scores the indexer takes, and the order of its lists: not documented."""
     smla_knows_v41: bool = True
     """Whether the operator of A2 and A3 is the later one: ratios 1 and 2 with a selection, and 0 without rows."""
     smla_counts: str = "each row"
@@ -332,6 +335,64 @@ def _compressed_entries(a: Any, b: int, t: int, first: int, queries: int, i: int
     return None if len(read) < columns or any(e >= limit for e in read) else read
 
 
+LI = "npu_lightning_indexer"
+
+RULES += tuple(
+    _rule(LI, name, "li", holds, families)
+    for name, holds, families in (
+        ("queries are TND", lambda a: a.layout_query == "TND" and a.query.dim() == 3, EVERY),
+        ("contiguous", lambda a: all(t.is_contiguous() for t in (a.query, a.key, a.weights)), EVERY),
+        ("type", lambda a: a.query.dtype in HALF and a.key.dtype == a.query.dtype, EVERY),
+        ("weights", lambda a: a.weights.shape == a.query.shape[:2], EVERY),
+        ("weights' type", lambda a: a.weights.dtype in (a.query.dtype, torch.float32), ARCH22),
+        ("weights' type on 950", lambda a: a.weights.dtype == a.query.dtype, ARCH35),
+        ("pages", lambda a: a.layout_key == "PA_BSND" and a.key.dim() == 4, EVERY),
+        ("one key head", lambda a: a.key.shape[2] == 1, EVERY),
+        ("dimension", lambda a: a.query.shape[2] == a.key.shape[3] == 128, EVERY),
+        ("page size", lambda a: 16 <= a.key.shape[1] <= 1024 and a.key.shape[1] % 16 == 0, EVERY),
+        ("query heads", lambda a: 1 <= a.query.shape[1] <= 64, ARCH22),
+        ("query heads of 950", lambda a: a.query.shape[1] in (8, 16, 24, 32, 64), ARCH35),
+        ("query lengths", lambda a: a.actual_seq_lengths_query is not None, EVERY),
+        ("query lengths ascend", lambda a: _ascending(a.actual_seq_lengths_query), EVERY),
+        ("query lengths end in T", lambda a: _last(a.actual_seq_lengths_query) <= a.query.shape[0], EVERY),
+        ("key lengths", lambda a: a.actual_seq_lengths_key is not None and _int32(a.actual_seq_lengths_key), EVERY),
+        ("key lengths, one each", lambda a: len(a.actual_seq_lengths_key) == len(a.actual_seq_lengths_query), EVERY),
+        ("key lengths from 0 on", lambda a: bool((a.actual_seq_lengths_key >= 0).all()), EVERY),
+        ("block table", lambda a: a.block_table is not None and a.block_table.dtype == torch.int32, EVERY),
+        ("block table, a row each", lambda a: a.block_table.shape[0] == len(a.actual_seq_lengths_key), EVERY),
+        (
+            "block table width",
+            lambda a: _wide_enough(a.block_table, a.actual_seq_lengths_key, a.key.shape[1]),
+            EVERY,
+        ),
+        ("count", lambda a: 1 <= a.sparse_count <= 2048 or a.sparse_count in range(3072, 8193, 1024), EVERY),
+        ("sparse mode", lambda a: a.sparse_mode in (0, 3), EVERY),
+        ("tokens before and after", lambda a: a.pre_tokens == a.next_tokens == 2**63 - 1, EVERY),
+        ("no values with pages", lambda a: not a.return_value, EVERY),
+    )
+)
+
+
+def npu_lightning_indexer(a: Any) -> tuple[Tensor, Tensor]:
+    """Lists in the order of scores; rows of no batch hold what was there."""
+    out = torch.full((len(a.query), 1, a.sparse_count), 12345, dtype=torch.int32)
+    start = 0
+    for b, end in enumerate(a.actual_seq_lengths_query.tolist()):
+        length = int(a.actual_seq_lengths_key[b])
+        for t in range(start, end):
+            limit = length if a.sparse_mode == 0 else max(length - (end - t) + 1, 0)
+            out[t] = -1
+            if limit:
+                keys = torch.stack([row_at(a.key, a.block_table[b], e, LI) for e in range(limit)]).float()
+                scores = a.weights[t].float() @ torch.relu(a.query[t].float() @ keys.T)
+                order = scores.sort(descending=True, stable=True).indices
+                if machine.readings.last_of_equals:
+                    order = scores.flip(0).sort(descending=True, stable=True).indices.neg() + limit - 1
+                out[t, 0, : min(limit, a.sparse_count)] = order[: a.sparse_count].int()
+        start = end
+    return out, torch.full((0,), NAN)
+
+
 def _ropes(a: Any) -> bool:
     given = a.query_rope is not None and a.key_rope is not None
     return given and a.query_rope.shape == (*a.query.shape[:2], 64) and a.key_rope.shape == (*a.key.shape[:3], 64)
@@ -433,6 +494,13 @@ SCHEMAS = {
         "int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64, int? key_dtype=None, "
         "int? value_dtype=None) -> Tensor",
     ),
+    LI: (
+        "npu",
+        "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', "
+        "str layout_key='BSND', int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807, "
+        "int next_tokens=9223372036854775807, bool return_value=False) -> (Tensor, Tensor)",
+    ),
     SMLA: (
         "_C_ascend",
         "(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None, Tensor? ori_sparse_indices=None, "
@@ -461,6 +529,7 @@ sources and callers show it."""
 COMPUTE: dict[str, Callable[[Any], Any]] = {
     SFA: npu_sparse_flash_attention,
     KV_QUANT: npu_kv_quant_sparse_flash_attention,
+    LI: npu_lightning_indexer,
     SMLA: npu_sparse_flash_mla,
     SMLA_METADATA: npu_sparse_flash_mla_metadata,
 }

@@ -9,7 +9,7 @@ import emulator
 import pytest
 import torch
 from conftest import become
-from emulator import KV_QUANT, SFA, SMLA, SMLA_METADATA, Rule, RuleBroken
+from emulator import KV_QUANT, LI, SFA, SMLA, SMLA_METADATA, Rule, RuleBroken
 
 Arguments = dict[str, Any]
 BF16 = torch.bfloat16
@@ -80,7 +80,20 @@ def metadata_of(a: Arguments, heads: int = 4) -> torch.Tensor:
     return call(SMLA_METADATA, dict(num_heads_q=heads, num_heads_kv=1, head_dim=512) | lengths | same)
 
 
-VALID: dict[str, Callable[[], Arguments]] = {SFA: sfa, KV_QUANT: kv_quant, SMLA: smla}
+def indexer() -> Arguments:
+    names = ("block_table", "actual_seq_lengths_query", "layout_query", "sparse_mode")
+    a = {name: value for name, value in sfa().items() if name in names}
+    return a | dict(
+        query=torch.randn(3, 8, 128).to(BF16),
+        key=torch.randn(6, 16, 1, 128).to(BF16),
+        weights=torch.rand(3, 8).to(BF16),
+        actual_seq_lengths_key=torch.tensor([20, 40], dtype=torch.int32),
+        layout_key="PA_BSND",
+        sparse_count=9,
+    )
+
+
+VALID: dict[str, Callable[[], Arguments]] = {SFA: sfa, KV_QUANT: kv_quant, SMLA: smla, LI: indexer}
 
 
 def apart(t: torch.Tensor) -> torch.Tensor:
@@ -166,8 +179,38 @@ OF_SMLA: dict[str, Callable[[Arguments], Arguments]] = {
     "metadata": lambda a: dict(metadata=None),
     "metadata of this call": lambda a: dict(metadata=metadata_of(a | dict(cmp_ratio=2))),
 }
+OF_INDEXER: dict[str, Callable[[Arguments], Arguments]] = {
+    "queries are TND": lambda a: dict(layout_query="BSND"),
+    "contiguous": lambda a: dict(key=apart(a["key"])),
+    "type": lambda a: dict(query=a["query"].half()),
+    "weights": lambda a: dict(weights=a["weights"][:, :3].contiguous()),
+    "weights' type": lambda a: dict(weights=a["weights"].half()),
+    "weights' type on 950": lambda a: dict(weights=a["weights"].float()),
+    "pages": lambda a: dict(layout_key="BSND"),
+    "one key head": lambda a: dict(key=a["key"].expand(-1, -1, 2, -1).contiguous()),
+    "dimension": lambda a: dict(query=a["query"][..., :64].contiguous()),
+    "page size": lambda a: dict(key=a["key"].view(12, 8, 1, 128)),
+    "query heads": lambda a: dict(query=a["query"].repeat(1, 9, 1), weights=a["weights"].repeat(1, 9)),
+    "query heads of 950": lambda a: dict(
+        query=a["query"][:, :4].contiguous(), weights=a["weights"][:, :4].contiguous()
+    ),
+    "query lengths": lambda a: dict(actual_seq_lengths_query=None),
+    "query lengths ascend": lambda a: dict(actual_seq_lengths_query=torch.tensor([3, 2], dtype=I32)),
+    "query lengths end in T": lambda a: dict(actual_seq_lengths_query=torch.tensor([2, 4], dtype=I32)),
+    "key lengths": lambda a: dict(actual_seq_lengths_key=None),
+    "key lengths, one each": lambda a: dict(actual_seq_lengths_key=a["actual_seq_lengths_key"][:1]),
+    "key lengths from 0 on": lambda a: dict(actual_seq_lengths_key=torch.tensor([-2, 40], dtype=I32)),
+    "block table": lambda a: dict(block_table=None),
+    "block table, a row each": lambda a: dict(block_table=a["block_table"][:1]),
+    "block table width": lambda a: dict(block_table=a["block_table"][:, :2].contiguous()),
+    "count": lambda a: dict(sparse_count=2049),
+    "sparse mode": lambda a: dict(sparse_mode=1),
+    "tokens before and after": lambda a: dict(next_tokens=0),
+    "no values with pages": lambda a: dict(return_value=True),
+}
 WRONG: dict[tuple[str, str], Callable[[Arguments], Arguments]] = {
     **{(operator, name): change for operator in (SFA, KV_QUANT) for name, change in BOTH.items()},
+    **{(LI, name): change for name, change in OF_INDEXER.items()},
     **{(SMLA, name): change for name, change in OF_SMLA.items()},
     (SFA, "query heads"): lambda a: dict(query=a["query"][:, :3].contiguous(), query_rope=a["query_rope"][:, :3]),
     (SFA, "512 and 64"): lambda a: dict(query_rope=a["query_rope"][..., :32]),
