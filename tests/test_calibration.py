@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +26,7 @@ def seconds(cost: StepCost, row: Row) -> float:
     return sum(getattr(cost, term) * x for term, x in zip(TERMS, row.columns, strict=True))
 
 
+@cache
 def rows(noise: float = 0.0, seed: int = 0, count: int = 120, cost: StepCost = TRUE) -> list[Row]:
     """Steps of batches of all sizes and lengths, some with a chunk of a prompt."""
     chosen = random.Random(seed)

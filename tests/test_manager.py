@@ -294,6 +294,7 @@ def test_a_prefix_is_found_with_its_ring_and_state_at_the_length_that_was_kept()
     filled(growing, "a", 16)
     growing.keep("a", prefix_keys(prompt[:16], 8))
     assert filled(growing, "c", 12, prefix_keys(prompt[:12], 8)) == 8
+    assert filled(growing, "f", 20, prefix_keys(prompt, 8)) == 16
     other = [*prompt[:3], 99, *prompt[4:]]
     assert filled(growing, "d", 20, prefix_keys(other, 8)) == 0
     assert filled(growing, "e", 20, prefix_keys(prompt, 8, b"another model")) == 0
@@ -307,10 +308,16 @@ def test_prefixes_are_evicted_when_pages_are_needed_the_oldest_first() -> None:
         manager.keep(name, keys[name])
         manager.free(name)
     assert (manager.used_pages, manager.cached_pages, manager.room()) == (0, 3, 10)
-    filled(manager, "a again", 8, keys["a"])  # is now the most recent
+    assert filled(manager, "a again", 8, keys["a"]) == 8  # is now the most recent
+    manager.free("a again")
     filled(manager, "long", 64)
-    assert manager.cached_pages == 1
-    assert manager.add("b again", keys["b"]) == 0 and manager.add("c again", keys["c"]) == 8
+    assert manager.cached_pages == 2
+    assert [manager.add(f"{name} again", keys[name]) for name in "abc"] == [8, 0, 8]
+    with pytest.raises(OutOfPages, match="got 0 of 10"):
+        manager.extend("long", 2)
+    manager.free("a again")
+    manager.extend("long", 2)
+    assert [manager.evict(), manager.evict()] == [True, False]
 
 
 def test_the_reserve_is_for_growing_and_the_emergency_pages_for_the_oldest() -> None:

@@ -294,12 +294,13 @@ def test_records_are_the_counts(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     with Records(str(path)) as records:
         observer = Observer(SMALL, records=records, runs_dense=True)
-        steps = [observer.step(batch) for batch in BATCHES]
+        steps = [observer.step(batch, seconds) for batch, seconds in zip(BATCHES, (None, 0.25, 0.5), strict=True)]
         request = observer.finish("a")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["record"] for line in lines] == ["step"] * 3 + ["request"]
     for line, counts in zip(lines, [*steps, request], strict=True):
         assert {key: line[key] for key in counts.to_dict()} == json.loads(json.dumps(counts.to_dict()))
+    assert [line.get("seconds") for line in lines] == [None, 0.25, 0.5, None]
     last = lines[-1]
     assert (last["request"], last["tokens"], last["past_crossover"]) == ("a", 42, True)
     assert last["effective_kv_ratio"] == 1.0

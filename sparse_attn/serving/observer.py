@@ -49,8 +49,9 @@ class Observer:
         self._layers = {path: number for path, number in paths.items() if number}
         self._lengths: dict[Hashable, int] = {}
 
-    def step(self, batch: Mapping[Hashable, Span]) -> StepStats:
-        """Count a step: for each request, its tokens before and after."""
+    def step(self, batch: Mapping[Hashable, Span], seconds: float | None = None) -> StepStats:
+        """Count a step: for each request, its tokens before and after. Its time, if known, goes into the records, for
+        ``calibrate``."""
         found = self.stats.step(batch)
         if self._plan:
             self._plan.step(batch)
@@ -60,7 +61,8 @@ class Observer:
             for (path, reason), number in self._layers.items():
                 self._exporter.layers(path, reason, number)
         if self._records:
-            self._records.write("step", found)
+            facts = {} if seconds is None else {"seconds": seconds}
+            self._records.write("step", found, **facts)
         return found
 
     def finish(self, request: Hashable) -> StepStats:

@@ -35,12 +35,11 @@ def measure(manager: CacheManager, page_bytes: int = 0, chunk: int = 1) -> Waste
     tables = [(manager.tokens(sequence), manager.tables(sequence)) for sequence in manager.sequences]
     tail = padding = 0
     for plane in manager.planes:
-        filled: dict[int, int] = {}  # a page counts once, with the entries of the holder that has most
+        filled: dict[int, int] = {}  # a shared page counts once: all of its holders have the same entries in it
         for tokens, held in tables:
             entries = plane.entries(tokens)
             for place, page in enumerate(held[plane.name]):
-                here = min(entries - place * plane.page_size, plane.page_size)
-                filled[page] = max(filled.get(page, 0), here)
+                filled[page] = min(entries - place * plane.page_size, plane.page_size)
         tail += plane.entry_bytes * sum(plane.page_size - entries for entries in filled.values())
         padding += len(filled) * (page_bytes - plane.page_size * plane.entry_bytes)
     free = [page for page in range(manager.pool.pages) if not manager.pool.holders(page)]
