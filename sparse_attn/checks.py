@@ -65,7 +65,7 @@ def expect_tensor(
     expect(dtype_name(t.dtype) in dtypes, op, name, expected, describe(t), do)
     expect(t.device == device, op, name, f"a tensor on {device}, where q or rows are", t.device)
     if contiguous == "row":
-        ok = t.shape[-1] <= 1 or t.stride(-1) == 1
+        ok = t.numel() == 0 or t.shape[-1] <= 1 or t.stride(-1) == 1
         expect(ok, op, name, "last axis with stride 1", f"strides {t.stride()}", "call .contiguous()")
     elif contiguous == "all":
         expect(t.is_contiguous(), op, name, "a contiguous tensor", f"strides {t.stride()}", "call .contiguous()")
@@ -151,13 +151,28 @@ def expect_apart(op: str, name: str, written: Tensor, others: Iterable[Tensor]) 
 
 
 def _meet(a: Tensor, b: Tensor) -> bool:
-    """Whether the spans of two tensors of one storage overlap."""
+    """Whether two tensors of one storage may share a byte: their spans overlap, and modulo no step of an axis do the
+    parts between two steps lie apart, as keys and scales of a page do in a pool of both."""
+    if not (a.numel() and b.numel()):
+        return False
+    steps = [step * t.element_size() for t in (a, b) for step in t.stride()]
+    return not any(step and _apart(a, b, step) for step in (1 << 62, *steps))
+
+
+def _apart(a: Tensor, b: Tensor, step: int) -> bool:
+    """Whether the bytes of two tensors lie apart modulo ``step``."""
     starts = [t.storage_offset() * t.element_size() for t in (a, b)]
-    ends = [
-        start + (sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
-        for start, t in zip(starts, (a, b), strict=True)
+    spans = [
+        sum(
+            (n - 1) * s * t.element_size()
+            for n, s in zip(t.shape, t.stride(), strict=True)
+            if s * t.element_size() % step
+        )
+        + t.element_size()
+        for t in (a, b)
     ]
-    return bool(a.numel() and b.numel()) and starts[0] < ends[1] and starts[1] < ends[0]
+    distance = (starts[1] - starts[0]) % step
+    return spans[0] <= distance and distance + spans[1] <= step
 
 
 def expect_batch(op: str, q: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> int:

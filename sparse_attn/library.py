@@ -9,6 +9,7 @@ one dictionary look-up.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -75,6 +76,11 @@ class Op:
     host_bounds: tuple[int, int] = (0, 0)
     """The range of positional arguments on which neither checks nor choice depend, as they change with every step."""
 
+    @property
+    def needed(self) -> list[str]:
+        """Tensors that a call must bring: PyTorch passes None for any tensor."""
+        return re.findall(r"Tensor(?:\(\w!\))? (\w+)", self.schema)
+
 
 _OPS: list[Op] = []
 _memo: dict[Any, tuple[registry.Impl, tuple[Output, ...]]] = {}
@@ -115,6 +121,8 @@ def route(
 
 def _checked(op: Op, a: Any, given: dict[str, Any] | None) -> tuple[Output, ...]:
     """What a call returns, if it passes the checks, and the tensors given to fill as well."""
+    for name in op.needed:
+        expect(getattr(a, name) is not None, op.name, name, "a tensor", "None")
     op.check(a)
     outputs = op.outputs(a)
     if given is None:

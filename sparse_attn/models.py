@@ -462,7 +462,7 @@ def shard(model: Model, ranks: int) -> Model:
         return max(heads // ranks, 1)
 
     def parted(layer: Layer) -> Layer:
-        if layer.q_heads % ranks:
+        if ranks < 1 or layer.q_heads % ranks:
             raise ValueError(f"{model.name}: ranks: expected a divisor of the {layer.q_heads} query heads, got {ranks}")
         planes = tuple(replace(plane, heads=part("heads of a plane", plane.heads)) for plane in layer.planes)
         chosen = layer.selection

@@ -658,6 +658,14 @@ def test_outputs_over_inputs_are_refused(attend_impl) -> None:
     torch.ops.sparse_attn.attend.out(**(arguments | dict(q=beside[0])), out=beside[1], lse=lse)
 
 
+def test_a_block_larger_than_any_sequence(attend_impl) -> None:
+    leading, kwargs = cases.attend(index_heads=1, selected=1)
+    kwargs["indices"] = torch.zeros_like(kwargs["indices"])
+    dense = cases.run(attend_impl, leading, dict(kwargs, indices=None))
+    blocks = cases.run(attend_impl, leading, dict(kwargs, select_block=2**31 - 1))
+    torch.testing.assert_close(blocks, dense)
+
+
 def test_keys_of_minus_infinity(attend_impl) -> None:
     """A row whose every score is -inf attends nothing."""
     leading, kwargs = cases.attend(v_format="fp32", sinks=True)

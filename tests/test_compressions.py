@@ -208,7 +208,15 @@ def test_refusals(compress_impl) -> None:
 
     s = sequences(line, compress_impl)
     T = sum(s.lengths)
-    call("compress: stride: expected at least 1 token, got 0", stride=0)
+    call("compress: stride: expected 1 to 65536 tokens, got 0", stride=0)
+    call("compress: stride: expected 1 to 65536 tokens, got 4611686018427387904", stride=1 << 62)
+    call("compress: span: expected at most 65536 tokens, got 4611686018427387904", span=1 << 62)
+    call(
+        "compress: rope_stride: expected 0 (stride) to 2**31 - 1 positions, got 4611686018427387904",
+        rope_stride=1 << 62,
+    )
+    call("compress: max_rewind: expected 0 to 2**31 - 1 tokens, got 9223372036854775807", max_rewind=(1 << 63) - 1)
+    call("compress: eps: expected a finite number of 0 or more, got inf", eps=float("inf"))
     call("compress: span: expected 0 or a multiple of stride = 4, got 6", span=6)
     call("compress: rows: expected rows of the plane's 512 elements or 3 * 512, got W = 1024", span=12)
     call("compress: bias: expected None without gates, got a tensor", gates=None)
@@ -225,10 +233,15 @@ def test_refusals(compress_impl) -> None:
         state_page_table=None,
     )
     call("compress: cos_sin: expected a row for position 32, got 32 positions", cos_sin=s.cos_sin[:32])
+    call("compress: cos_sin: expected a row for position 16, got 0 positions", cos_sin=s.cos_sin[:0])
+    call(
+        f"compress: state_page_table: expected pages from 0 to -1 in sequence 0, got {s.state_table[0, 0]}",
+        state=s.state[:0],
+    )
     call("compress: cos_sin: expected an even number of at most 512 columns, got 3", cos_sin=torch.zeros(99, 3))
     call("compress: dtype: expected one of fp32, bf16, fp16, got 'bfloat16'", dtype="bfloat16")
     call("compress: entries: expected at least 14, which the step completes, got 13", entries=13)
-    call("compress: max_rewind: expected 0 or more tokens, got -1", max_rewind=-1)
+    call("compress: max_rewind: expected 0 to 2**31 - 1 tokens, got -1", max_rewind=-1)
     call("compress: max_seqlen_q: expected at least 37, got 36", max_seqlen_q=36)
     call("compress: max_seq_len: expected at least 37, got 36", max_seq_len=36)
     call(

@@ -135,5 +135,5 @@ def test_decoding_from_cpp(tmp_path, monkeypatch) -> None:
     exec(code_of_the_page()[1], names)
     assert torch.equal(names["out"], expected)
     decode = torch.ops.sparse_attn_example.decode
-    with pytest.raises(sparse_attn.InvalidCall, match="select: scale: expected a finite number above 0, got 0"):
+    with pytest.raises(sparse_attn.InvalidCall, match="select: scale: expected a finite float32 number above 0, got 0"):
         decode(q, keys, values, table, seq_lens, 0.0, 5, 12)

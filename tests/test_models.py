@@ -381,6 +381,7 @@ def test_an_engine_that_ignores_selections() -> None:
     ("call", "message"),
     [
         (lambda: shard(V32, 3), "ranks: expected a divisor of the 128 query heads, got 3"),
+        (lambda: shard(V32, 0), "ranks: expected a divisor of the 128 query heads, got 0"),
         (lambda: shard(gqa("a", 1, 24, 8, 64), 12), "a divisor or a multiple of the 8"),
         (lambda: sparse(LLAMA, METHODS["tokens"], 1, Fraction(2)), "share: expected above 0 and at most 1, got 2"),
         (lambda: sparse(V32, METHODS["tokens"], 2048), "main planes alone"),

@@ -394,8 +394,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bounds": (dict(bounds=True), "select: keys: expected float32 [pages, page_size, heads, row] with row = 32"),
     "page size": (dict(page_size=16), "select: page_size: expected 0 or the plane's 4, got 16"),
-    "scale": (dict(scale=-1.0), "select: scale: expected a finite number above 0, got -1.0"),
-    "nan scale": (dict(scale=NAN), "select: scale: expected a finite number above 0, got nan"),
+    "scale": (dict(scale=-1.0), "select: scale: expected a finite float32 number above 0, got -1.0"),
+    "nan scale": (dict(scale=NAN), "select: scale: expected a finite float32 number above 0, got nan"),
     "k": (dict(k=-1), "select: k: expected at least 0, got -1"),
     "kept": (
         dict(k=3, keep_first=2, keep_last=2),

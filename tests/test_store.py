@@ -91,11 +91,36 @@ def test_strided_planes(store_impl) -> None:
     assert pool.count_nonzero() == rows.count_nonzero()
 
 
+@pytest.mark.parametrize("apart", ["a page", "an entry", "a head"])
+def test_scales_in_the_page_of_their_rows(store_impl, apart: str) -> None:
+    """One pool holds both: the rows of a page and then its scales, those of an entry, or those of a head."""
+    pages, page, heads, dim = 3, 4, 2, 20
+    before = {"a page": page, "an entry": 1, "a head": 1}[apart] * (1 if apart == "a head" else heads) * dim
+    sizes = {"a page": page * heads, "an entry": heads, "a head": 1}[apart]
+    lead = {"a page": (pages,), "an entry": (pages, page), "a head": (pages, page, heads)}[apart]
+    pool = torch.full((*lead, before + 2 * sizes), 77, dtype=torch.int8)
+    plane = pool[..., :before].unflatten(
+        -1, {"a page": (page, heads, dim), "an entry": (heads, dim)}.get(apart, (dim,))
+    )
+    scale = pool.view(torch.half)[..., before // 2 :].unflatten(-1, {"a page": (page, heads)}.get(apart, (sizes,)))
+    scale = scale[..., 0] if apart == "a head" else scale
+    rows, slots = torch.randn(3, heads, dim), torch.tensor([0, 11, 6])
+    alone, alone_scale = torch.full((pages, page, heads, dim), 77, dtype=torch.int8), scale.clone()
+    sparse_attn.store(rows, alone, slots, scale=alone_scale, format="int8", backend=store_impl.backend)
+    sparse_attn.store(rows, plane, slots, scale=scale, format="int8", backend=store_impl.backend)
+    assert torch.equal(plane, alone) and torch.equal(bytes_of(scale), bytes_of(alone_scale))
+    one_too_many = pool.view(torch.half).as_strided(scale.shape, scale.stride(), before // 2 - 1)
+    with pytest.raises(sparse_attn.InvalidCall, match="store: plane: expected memory that no other argument uses"):
+        sparse_attn.store(rows, plane, slots, scale=one_too_many, format="int8", backend=store_impl.backend)
+
+
 def test_nothing_to_store(store_impl) -> None:
     plane, _ = empty_plane("fp32")
     before = plane.clone()
     none = torch.empty(0, dtype=torch.int64)
     sparse_attn.store(torch.empty(0, 2, 20), plane, none, format="fp32", backend=store_impl.backend)
+    stepless = torch.empty(0, 2, 20).as_strided((0, 2, 20), (0, 0, 0))  # as an empty array of NumPy comes
+    sparse_attn.store(stepless, plane, none, format="fp32", backend=store_impl.backend)
     sparse_attn.store(torch.randn(1, 2, 20), plane, torch.tensor([-1]), format="fp32", backend=store_impl.backend)
     assert torch.equal(plane, before)
 

@@ -391,6 +391,27 @@ CARDS = [
 
 
 @pytest.mark.parametrize(("public", "arguments"), CARDS, ids=lambda x: x.__name__)
+def test_none_for_a_tensor_that_is_needed(public, arguments) -> None:
+    """PyTorch lets None pass as any tensor."""
+    calls = (gqa, index, shards, compression)
+    made = dict(zip(("attend", "select", "select_merge", "compress"), calls, strict=True))
+    rows, plane, _ = plane_of("fp32")
+    leading: tuple = {
+        "store": (rows, plane, torch.arange(3)),
+        "load": (plane, torch.arange(3)),
+        "convert": (plane, plane.clone()),
+        "merge": (torch.randn(3, 5, 4, 16), torch.randn(3, 5, 4)),
+    }.get(public.__name__) or made[public.__name__]()[0]
+    optional = {"weights", "gates", "src_slots", "dst_slots"}
+    for i, name in enumerate(arguments._fields[: len(leading)]):
+        if isinstance(leading[i], Tensor) and name not in optional:
+            with pytest.raises(
+                sparse_attn.InvalidCall, match=f"^{public.__name__}: {name}: expected a tensor, got None$"
+            ):
+                public(*leading[:i], None, *leading[i + 1 :])
+
+
+@pytest.mark.parametrize(("public", "arguments"), CARDS, ids=lambda x: x.__name__)
 def test_one_signature(public, arguments) -> None:
     """Schema, argument tuple and public function agree in names, order and defaults."""
     schema = getattr(OPS, public.__name__).default._schema

@@ -392,7 +392,7 @@ CompressParams compress_params(py::handle call, py::handle latent, Format row_fo
   p.norm = TensorView(FIELD("norm")).data<const float>();
   p.eps = static_cast<float>(PyFloat_AsDouble(FIELD("eps").ptr()));
   p.cos_sin = TensorView(cos_sin).data<const float>();
-  if (p.cos_sin) {
+  if (TensorView(cos_sin).given()) {
     TensorView(cos_sin).sizes(2, sizes);
     p.positions = sizes[0];
     p.rotated = sizes[1];

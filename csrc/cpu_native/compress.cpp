@@ -90,7 +90,7 @@ CallStatus check_step(const CompressParams& p, const Step& step, int64_t b) {
     const int64_t position = (step.done - 1) * p.rope_stride;
     if (position >= p.positions) return {CallError::kNoPosition, false, {position, 0}};
   }
-  if (p.state.pages == 0) return {};
+  if (p.kept == 0) return {};
   if (step.done > step.first) {
     const int64_t earliest = first_token(p, step.first);
     status = check_pages(p.state, p.state_page_table, true, b, earliest, step.before);
@@ -196,7 +196,7 @@ CallStatus compress(const CompressParams& p) {
         }
       });
   // After all entries are read: a ring of pages is written where it was read.
-  if (p.state.pages > 0) {
+  if (p.kept > 0) {
     parallel_for(p.batch, threads, [&](int64_t b, int32_t worker) {
       write_state(p, steps[static_cast<size_t>(b)], b,
                   reinterpret_cast<float*>(memory + worker * bytes));

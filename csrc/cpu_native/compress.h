@@ -36,12 +36,11 @@ struct CompressParams {
   int64_t max_seq_len = 0;
   EntryPlane plane;
   PageTable page_table;
-  EntryPlane
-      state;  // fp32, rows of values, then of gates; without pages: an entry covers one token
+  EntryPlane state;  // fp32, rows of values, then of gates
   PageTable state_page_table;
   int64_t stride = 1;
   int64_t span = 1;
-  int64_t kept = 0;             // last tokens that the state holds after the step
+  int64_t kept = 0;             // last tokens that the state holds after the step; 0: there is none
   const float* bias = nullptr;  // [stride, width]
   int64_t bias_stride = 0;      // elements
   const float* norm = nullptr;  // [plane.dim]

@@ -23,6 +23,8 @@ from ..library import Output, Return
 from ..registry import Call
 
 ROW_DTYPES = ("float32", "bfloat16", "float16")
+MAX_SPAN = 1 << 16
+"""Tokens of an entry, by which kernels size their memory."""
 MODEL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SCHEMA = (
@@ -96,10 +98,11 @@ def check(a: Compress) -> None:
     if a.gates is not None:
         expect_tensor("compress", "gates", a.gates, "T, H, W", a.rows.shape, ROW_DTYPES, device)
     batch = expect_batch("compress", a.rows, a.cu_seqlens_q, a.seq_lens)
-    expect(a.stride >= 1, "compress", "stride", "at least 1 token", a.stride)
+    expect(1 <= a.stride <= MAX_SPAN, "compress", "stride", f"1 to {MAX_SPAN} tokens", a.stride)
     expect(
         a.span >= 0 and a.span % a.stride == 0, "compress", "span", f"0 or a multiple of stride = {a.stride}", a.span
     )
+    expect(a.span <= MAX_SPAN, "compress", "span", f"at most {MAX_SPAN} tokens", a.span)
     _check_plane(a, batch, heads)
     parts = a.covered // a.stride
     apart = f" or {parts} * {a.dim}" if parts > 1 else ""
@@ -111,13 +114,14 @@ def check(a: Compress) -> None:
     _check_state(a, batch, heads, width)
     if a.norm is not None:
         expect_tensor("compress", "norm", a.norm, "D", (a.dim,), ("float32",), device)
-        expect(a.eps >= 0, "compress", "eps", "0 or more", a.eps)
+        expect(0 <= a.eps < float("inf"), "compress", "eps", "a finite number of 0 or more", a.eps)
     if a.cos_sin is not None:
         expect_tensor("compress", "cos_sin", a.cos_sin, "positions, R", (None, None), ("float32",), device)
         rotated = a.cos_sin.shape[1]
         ok = rotated % 2 == 0 and rotated <= a.dim
         expect(ok, "compress", "cos_sin", f"an even number of at most {a.dim} columns", rotated)
-    expect(a.rope_stride >= 0, "compress", "rope_stride", "0 (stride) or more", a.rope_stride)
+    ok = 0 <= a.rope_stride < 1 << 31
+    expect(ok, "compress", "rope_stride", "0 (stride) to 2**31 - 1 positions", a.rope_stride)
     expect_one_of("compress", "dtype", a.dtype, tuple(MODEL_DTYPES))
     expect(a.entries >= 0, "compress", "entries", "0 or more rows of latent", a.entries)
 
@@ -131,7 +135,7 @@ def _check_plane(a: Compress, batch: int, heads: int) -> None:
 
 
 def _check_state(a: Compress, batch: int, heads: int, width: int) -> None:
-    expect(a.max_rewind >= 0, "compress", "max_rewind", "0 or more tokens", a.max_rewind)
+    expect(0 <= a.max_rewind < 1 << 31, "compress", "max_rewind", "0 to 2**31 - 1 tokens", a.max_rewind)
     if a.covered == 1:
         for name, t in {"state": a.state, "state_page_table": a.state_page_table}.items():
             expect(t is None, "compress", name, "None where an entry covers 1 token", "a tensor")
@@ -264,7 +268,7 @@ def compress(
         page_table: int32 ``[B, max_pages]`` of ``plane``.
         stride: tokens from one entry to the next (``ratio`` in ``attend`` and ``select``).
         max_seqlen_q, max_seq_len: bounds, known to the host, of this step's tokens and of the lengths.
-        span: tokens that an entry covers, a multiple of ``stride``; 0 for ``stride``.
+        span: tokens that an entry covers, a multiple of ``stride``, 65536 at most; 0 for ``stride``.
         bias: float32 ``[stride, W]``, added to the gates by position.
         state: float32 ``[pages, page_size, H, W]``, twice W with gates, written in place; None if ``span`` is 1.
         state_page_table: int32 ``[B, max_pages]`` of ``state``.

@@ -127,7 +127,8 @@ def check(a: Select) -> None:
     ok = a.out_heads >= 1 and heads % a.out_heads == 0
     expect(ok, "select", "out_heads", f"a divisor of the {heads} query heads", a.out_heads)
     expect_tensor("select", "page_table", a.page_table, "B, max_pages", (batch, None), ("int32",), device)
-    expect(0 < a.scale < float("inf"), "select", "scale", "a finite number above 0", a.scale)
+    ok = 0 < a.scale <= torch.finfo(torch.float32).max
+    expect(ok, "select", "scale", "a finite float32 number above 0", a.scale)
     if a.kv_range is not None:
         expect_tensor("select", "kv_range", a.kv_range, "T, 2", (tokens, 2), ("int32",), device, "all")
     _check_scores(a)

@@ -64,7 +64,7 @@ def main_entries(a: Attend, t: int, b: int, position: int, index_head: int) -> T
     chosen = a.indices[t, index_head]
     if a.index_counts is not None:
         chosen = chosen[: max(int(a.index_counts[t, index_head]), 0)]
-    offsets = torch.arange(a.select_block, device=a.q.device)
+    offsets = torch.arange(min(a.select_block, max(high, 0)), device=a.q.device)  # the rest of block 0 is invisible
     return visible((chosen.long()[:, None] * a.select_block + offsets).flatten(), low, high)
 
 
