@@ -87,14 +87,15 @@ class Impl:
         device = self.limits.get("device")
         if device is not None and not device.admits(call.device):
             return [f"runs on {device}, the tensors are on {call.device}"]
-        missing = availability(self)
-        if missing:
-            return [missing]
-        return [
+        outside = [
             f"{name} is {value}, supported: {limit}"
             for name, value in call.facts
             if (limit := self.limits.get(name)) is not None and not limit.admits(value)
         ]
+        if outside:
+            return outside  # a kernel that is not wanted is not probed: that may run it
+        missing = availability(self)
+        return [missing] if missing else []
 
 
 @cache

@@ -374,8 +374,8 @@ RULES += tuple(
 
 
 def npu_lightning_indexer(a: Any) -> tuple[Tensor, Tensor]:
-    """Lists in the order of scores; rows of no batch hold what was there."""
-    out = torch.full((len(a.query), 1, a.sparse_count), 12345, dtype=torch.int32)
+    """Lists in the order of scores; rows of no batch hold what was there, which may well look like a list."""
+    out = torch.arange(a.sparse_count, dtype=torch.int32).repeat(len(a.query), 1, 1)
     start = 0
     for b, end in enumerate(a.actual_seq_lengths_query.tolist()):
         length = int(a.actual_seq_lengths_key[b])

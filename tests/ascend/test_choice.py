@@ -6,6 +6,7 @@ import sys
 
 import emulator
 import npu
+import operators as emulated
 import pytest
 import torch
 from conftest import CHIPS, become
@@ -100,3 +101,11 @@ def test_doctor_shows_it(family) -> None:
     having = [kernel for kernel in KERNELS if kernel.op == "attend" and family in kernel.families]
     assert len(here) == sum(OLDER not in kernel.form for kernel in having)
     assert soc.family() == family
+
+
+def test_only_what_a_call_needs_is_asked(family) -> None:
+    """A known answer is asked of the operator that a call would run, and not of its neighbours."""
+    operators_run = emulated.calls
+    operators_run.clear()
+    npu.assert_agrees(*call(LATENT | FORMS["bf16"]))
+    assert set(operators_run) == {emulator.SFA}

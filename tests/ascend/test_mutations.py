@@ -1,0 +1,142 @@
+"""The tests notice faults: each of these, put into the backend, fails one of their calls or its self check."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import emulator
+import npu
+import pytest
+import test_indexer_and_store as others
+import test_sparse_flash as flash
+import test_sparse_mla as mla
+from conftest import become
+
+import sparse_attn
+from sparse_attn import library
+from sparse_attn.backends.ascend_npu import indexer, rows, sparse_flash, sparse_mla, store
+
+LATENT = flash.LATENT | flash.FORMS["bf16"]
+
+
+def latent() -> None:
+    flash.test_hostile_indices("A2", LATENT)
+    flash.test_empty_rows_and_padding("A2", LATENT)
+    flash.test_not_causal("A2", LATENT)
+    npu.assert_agrees(*flash.call(LATENT, q_heads=3))
+
+
+def windowed() -> None:
+    become("A2")
+    for form in mla.FORMS.values():
+        mla.test_empty_rows_and_padding("A2", mla.WINDOWED | form)
+    for sink in (float("inf"), None):
+        mla.test_extreme_sinks("A2", mla.WINDOWED | mla.FORMS["window"], sink)
+    npu.assert_agrees(*mla.call(mla.WINDOWED | mla.FORMS["ratio 128"], q_heads=1))
+    mla.test_selections_of_any_length("A2", "first row of a tile")
+
+
+def selection() -> None:
+    others.test_empty_rows("A2")
+    others.test_not_causal("A2")
+    others.assert_agrees(others.call(heads=9))
+
+
+def writes() -> None:
+    for slots in ([-1, 7, -1, 2], [-1, -2, -3, -9], [20, 1, 1 << 40, -1]):
+        others.test_store("A2", "bf16", slots)
+
+
+def nothing() -> None:
+    flash.test_nothing_to_do("A2", LATENT)
+
+
+FAULTS: tuple[tuple[types.ModuleType, str, str, Callable[[], None]], ...] = (
+    (rows, "(indices >= 0) & ", "", latent),
+    (rows, " & (indices < limit[:, None, None])", "", latent),
+    (rows, "if counts is not None:", "if False:", latent),
+    (rows, "keep.long().cumsum(-1) - 1", "torch.arange(indices.shape[2]).to(keep.device).expand_as(keep)", latent),
+    (rows, "- t) + 1)", "- t))", latent),
+    (rows, "- t) + 1)", "- t) + 2)", latent),
+    (rows, "right=True", "right=False", latent),
+    (rows, "(t < ends[-1]) & ", "", windowed),
+    (rows, "(t < ends[-1]) & ", "", selection),
+    (rows, "attended[:, None, None]", "torch.ones_like(attended)[:, None, None]", latent),
+    (rows, "1 << (heads - 1).bit_length()", "heads", latent),
+    (sparse_flash, "cu_seqlens_q[1:]", "cu_seqlens_q[:-1]", latent),
+    (sparse_flash, "seq_lens.clamp(min=0)", "seq_lens", latent),
+    (sparse_flash, "rows.tokens if a.causal else rows.length", "rows.tokens", latent),
+    (sparse_flash, "CAUSAL if a.causal else ALL", "CAUSAL", latent),
+    (sparse_flash, "a.scale,\n        query_rope", "1.0,\n        query_rope", latent),
+    (sparse_flash, "count[:, 0] > 0", "count[:, 0] > 1", latent),
+    (sparse_flash, "or len(a.seq_lens) == 0", "", nothing),
+    (sparse_mla, "lengths % ratio", "lengths * 0", windowed),
+    (sparse_mla, '"seqused_cmp_kv": lengths // ratio', '"seqused_cmp_kv": lengths', windowed),
+    (sparse_mla, "a.window - 1", "a.window", windowed),
+    (sparse_mla, "if a.indices is None:", "if True:", windowed),
+    (sparse_mla, "sinks.clamp(-FAR, FAR)", "sinks", windowed),
+    (sparse_mla, "(heads,), -FAR,", "(heads,), 0.0,", windowed),
+    (sparse_mla, "rows.tokens > 0", "rows.tokens > 1", windowed),
+    (sparse_mla, "rows.tokens // a.ratio", "rows.tokens", windowed),
+    (sparse_mla, "a.win_page_table[rows.sequence]", "a.win_page_table[rows.sequence * 0]", windowed),
+    (sparse_mla, "a.page_table[rows.sequence]", "a.page_table[rows.sequence * 0]", windowed),
+    (indexer, "rows.tokens if a.causal else rows.length", "rows.tokens", selection),
+    (indexer, "CAUSAL if a.causal else ALL", "CAUSAL", selection),
+    (indexer, "seq_lens.clamp(min=0)", "seq_lens", selection),
+    (indexer, "cu_seqlens_q[1:]", "cu_seqlens_q[:-1]", selection),
+    (store, "(a.slots >= 0) & ", "", writes),
+    (store, " & (a.slots < pages * page_size)", "", writes),
+    (store, "a.plane[0, 0])", "a.plane[0, 1])", writes),
+    (store, "torch.where(some, a.slots[first], 0)", "0", writes),
+)
+
+
+def functions(module: types.ModuleType) -> dict[str, types.FunctionType]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, types.FunctionType) and value.__module__ == module.__name__
+    }
+
+
+@contextmanager
+def broken(module: types.ModuleType, old: str, new: str) -> Iterator[None]:
+    """The module with ``old`` replaced in its source, once."""
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {module.__name__}"
+    changed = types.ModuleType(module.__name__)
+    changed.__package__ = module.__package__
+    exec(compile(source.replace(old, new), module.__file__, "exec"), vars(changed))
+    kept = {name: function.__code__ for name, function in functions(module).items()}
+    wrapped = getattr(module, "_no_sinks", None)
+    for name, function in functions(changed).items():
+        functions(module)[name].__code__ = function.__code__
+    if wrapped is not None:
+        module._no_sinks = changed._no_sinks  # type: ignore[attr-defined]
+    library.forget()
+    try:
+        yield
+    finally:
+        for name, code in kept.items():
+            functions(module)[name].__code__ = code
+        if wrapped is not None:
+            module._no_sinks = wrapped  # type: ignore[attr-defined]
+        library.forget()
+
+
+@pytest.mark.parametrize("tests", [latent, windowed, selection, writes, nothing], ids=lambda test: test.__name__)
+def test_they_pass_unbroken(tests: Callable[[], None]) -> None:
+    become("A2")
+    tests()
+
+
+@pytest.mark.parametrize(("module", "old", "new", "tests"), FAULTS, ids=[f"{old}-{new}" for _, old, new, _ in FAULTS])
+def test_a_fault_is_noticed(module: types.ModuleType, old: str, new: str, tests: Callable[[], None]) -> None:
+    become("A2")
+    noticed = (AssertionError, emulator.RuleBroken, sparse_attn.NoBackend, RuntimeError, IndexError)
+    with broken(module, old, new), pytest.raises(noticed):
+        tests()
