@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Stamps lie in the checkout, one folder per environment, so neither two environments nor two checkouts mix them up.
 STAMPS := build/stamps/$(subst /,_,$(abspath $(VENV)))
 NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
-CXX_FILES = $(shell find csrc examples -name '*.cpp' -o -name '*.h' 2>/dev/null)
+CXX_FILES = $(shell find csrc examples tests/ascend -name '*.cpp' -o -name '*.h' 2>/dev/null)
 BUILD_REQUIRES := "setuptools>=77" "cmake>=3.24" "ninja" "pybind11>=2.12"
 
 .DEFAULT_GOAL := help

@@ -341,7 +341,22 @@ KERNELS = (
 REFUSED = (
     ("`attend`", "LSE, explicit ranges, batch invariance", "no operator offers them with pages and indices"),
     ("`attend`", "bf16 latent rows with the rope part inside", "the operator wants two planes, and would copy views"),
-    ("`attend`", "grouped-query rows, dense or in blocks; fp8 and fp4 rows", "no kernel here yet"),
+    (
+        "`attend`",
+        "grouped-query rows, dense",
+        "`npu_fused_infer_attention_score` takes lengths as lists of the host: making them would wait for the device",
+    ),
+    (
+        "`attend`",
+        "grouped-query rows in blocks",
+        "`npu_block_sparse_attention` has no pages, NSA's operators take lists of the host; others: no kernel here yet",
+    ),
+    (
+        "`attend`",
+        "window and a selection, by `npu_sparse_attn_sharedkv`",
+        "by its source it attends to columns that it never wrote where a row selects fewer than it might",
+    ),
+    ("`attend`", "fp8 and fp4 rows", "no kernel here yet"),
     ("`select`", "int8 index rows", "the operator wants int8 queries; rounding them would change the selection"),
     ("`select`", "`ties='lowest'`, bf16 scores, values", "undocumented, or not offered with pages"),
     ("`select`", "candidates, budgets by row, kept entries, blocks, ratios", "no kernel here yet"),
