@@ -270,3 +270,9 @@ def test_debug_checks_find_a_ring_that_is_too_small(debug_checks) -> None:
         "compress: state_page_table: expected room for the last 10 tokens of sequence 0 (span - 1 + max_rewind), "
         "got a page twice among them",
     )
+    kwargs["state_page_table"] = s.state_table[:, :2]  # too short: the kernel refuses
+    refused(
+        lambda: sparse_attn.compress(*args, **kwargs),
+        "compress: state_page_table: expected a page for entry 19 of sequence 0, "
+        f"got 2 pages of {s.state.shape[1]} entries",
+    )

@@ -109,7 +109,7 @@ def test_hostile_values(select_merge_impl, order: str) -> None:
     offsets[:, 1] = (1 << 31) - 1
     budgets = torch.randint(-5, 30, (40,)).int()
     budgets[:3] = torch.tensor([(1 << 31) - 1, -(1 << 31), 25])
-    for dealt in ({}, dict(run=7, stride=1 << 20), dict(run=1 << 40, stride=1 << 62)):
+    for dealt in ({}, dict(run=7, stride=1 << 20), dict(run=1 << 20, stride=(1 << 31) - 1)):
         args, kwargs = (indices, values, offsets, 25), dict(dealt, row_k=budgets, order=order)
         expected = sparse_attn.select_merge(*args, **kwargs, backend="reference")
         got = [torch.full_like(x, 7) for x in expected[:3]]
@@ -144,7 +144,8 @@ def test_nothing_to_merge(shape: tuple[int, ...], select_merge_impl) -> None:
             dict(shard_offsets=torch.zeros(3, dtype=torch.int32)),
             "select_merge: shard_offsets: expected int32 [S, T], got int32 [3]",
         ),
-        (dict(run=4), "select_merge: stride: expected at least the run of 4, got 1"),
+        (dict(run=4), "select_merge: stride: expected the run of 4 to 2**31 - 1, got 1"),
+        (dict(stride=1 << 62), "select_merge: stride: expected the run of 1 to 2**31 - 1, got 4611686018427387904"),
         (dict(run=0), "select_merge: run: expected at least 1, got 0"),
         (dict(k=-1), "select_merge: k: expected at least 0, got -1"),
         (dict(order="value"), "select_merge: order: expected one of any, index, score, got 'value'"),
@@ -157,3 +158,15 @@ def test_refusals_say_what_to_do(changes: dict[str, Any], sentence: str) -> None
     with pytest.raises(sparse_attn.InvalidCall) as refused:
         sparse_attn.select_merge(**(dict(zip(names, args, strict=True), **kwargs) | changes))
     assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(("offset", "number"), [(2**31 - 1, 2**31 + 1), (-3, -1)])
+def test_debug_checks_find_numbers_outside_of_int32(debug_checks, offset: int, number: int) -> None:
+    indices = torch.tensor([[[[2, 1, -1]]]], dtype=torch.int32)
+    values, offsets = torch.tensor([[[[1.0, -torch.inf, 2.0]]]]), torch.tensor([[offset]], dtype=torch.int32)
+    with pytest.raises(
+        sparse_attn.InvalidCall, match="select_merge: shard_offsets: expected global numbers"
+    ) as refused:
+        sparse_attn.select_merge(indices, values, offsets, 2)
+    assert str(refused.value).endswith(f"got [{number}]")
+    assert sparse_attn.select_merge(indices, values, offsets.clamp(0, 9), 2).counts.item() == 1

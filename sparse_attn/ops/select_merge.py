@@ -42,14 +42,19 @@ def check(a: SelectMerge) -> None:
     expect_tensor(op, "shard_offsets", a.shard_offsets, "S, T", shape[:2], ("int32",), device, "any")
     expect(a.k >= 0, op, "k", "at least 0", a.k)
     expect(a.run >= 1, op, "run", "at least 1", a.run)
-    expect(a.stride >= a.run, op, "stride", f"at least the run of {a.run}", a.stride)
+    expect(a.run <= a.stride < 1 << 31, op, "stride", f"the run of {a.run} to 2**31 - 1", a.stride)
     if a.row_k is not None:
         expect_tensor(op, "row_k", a.row_k, "T", (shape[1],), ("int32",), device, "all")
     expect_one_of(op, "order", a.order, ORDERS)
 
 
 def check_values(a: SelectMerge) -> None:
-    """Nothing in the values can break the contract."""
+    """Raise ``InvalidCall`` for a global number that int32 does not hold."""
+    local = a.shard_indices.long()
+    numbers = a.shard_offsets.long()[:, :, None, None] + local // a.run * a.stride + local % a.run
+    numbers = numbers[(local >= 0) & (a.shard_values > float("-inf"))]
+    wrong = numbers[(numbers < 0) | (numbers >= 1 << 31)]
+    expect(not len(wrong), "select_merge", "shard_offsets", "global numbers from 0 to 2**31 - 1", wrong[:1].tolist())
 
 
 def facts(a: SelectMerge) -> Call:
@@ -111,7 +116,8 @@ def select_merge(
     * a shard of several chunks: one selection for each chunk (``kv_range``), each counted as a shard.
 
     The largest values win, of equal ones the lowest global number. An index below 0 and a value that is NaN or -inf are
-    no selection. What a shard always keeps has value +inf, and stays.
+    no selection. What a shard always keeps has value +inf, and stays. Global numbers outside of int32 are the caller's
+    error (``SPARSE_ATTN_CHECKS=debug`` finds it).
 
     Args (S shards, T query rows, H lists; every tensor on one device):
         shard_indices: int32 ``[S, T, H, K]``, any strides: ``indices`` of each shard.
