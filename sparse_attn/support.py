@@ -15,7 +15,8 @@ from .registry import Impl, Limit, OneOf
 TITLE = """# Support
 
 What each kernel takes, generated from its limits by `python -m sparse_attn support --markdown`; do
-not edit. The best kernel that takes a call runs it; `any` is no limit of the kernel, but of the op.
+not edit. The best kernel that takes a call runs it; `any` is no limit of the kernel, but of the op. Errors are
+those on queries, keys and values of standard normal size; larger scores cost more of their last digits.
 """
 
 
