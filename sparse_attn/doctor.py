@@ -314,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.probe:
         _answer(options.probe)
         return 0
-    if any(value for name, value in vars(options).items() if name not in ("json", "probe")):
+    if any(value is not None for name, value in vars(options).items() if name not in ("json", "probe")):
         from sparse_attn.service import main as of_service
 
         return of_service(parser, options)

@@ -34,6 +34,14 @@ def seconds(text: str) -> float:
     return float(match[1]) * {"ms": 1e-3, "s": 1.0}[match[2]]
 
 
+def share(text: str) -> Fraction:
+    """``1/4`` or ``0.25``."""
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"expected a share such as 1/4 or 0.25, got {text!r}") from None
+
+
 def formats(text: str) -> dict[str, str]:
     """``bf16``, or formats by plane: ``main=bf16,index=int8_index``."""
     if text == "bf16":
@@ -55,7 +63,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--format", type=formats, metavar="FORMATS", help="bf16, or main=...,window=...,index=...")
     parser.add_argument("--method", choices=METHODS, help="run a dense model sparsely by this method")
     parser.add_argument("--k", type=int, default=0, metavar="N", help="indices that the method selects")
-    parser.add_argument("--share", type=Fraction, metavar="PART", help="or this share of what is visible, as 1/4")
+    parser.add_argument("--share", type=share, metavar="PART", help="or this share of what is visible, as 1/4")
     parser.add_argument("--baseline", default="dense", metavar="NAME", help="dense (bf16), or another model")
     parser.add_argument("--weights-gb", type=float, metavar="GB", help="weights of the whole model on the devices")
     parser.add_argument("--active-b", type=float, metavar="N", help="10**9 parameters that a token passes")
@@ -157,8 +165,8 @@ def _weights(options: argparse.Namespace) -> Weights:
         value = getattr(options, option)
         if value is None:
             continue
-        if value <= 0:
-            raise ValueError(f"{option}: expected above 0, got {value}")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{option}: expected a finite number above 0, got {value}")
         source = f"--{option.replace('_', '-')}"
         found = replace(found, **{name: devices.Figure(value * unit, "published", source)})
     return found

@@ -20,7 +20,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print what was asked for. Returns 1 if a verdict on sparse layers is other than sparse, else 0."""
     report: dict[str, Any] = {}
     try:
-        if options.model or options.engine or options.device:
+        if (options.model, options.engine, options.device) != (None, None, None):
             report["layers"] = _layers(options)
         if options.metrics:
             report["limits"] = _limits(options)
@@ -66,6 +66,8 @@ def _bytes(model: Model, kept: Mapping[str, str]) -> float | None:
 def _limits(options: argparse.Namespace) -> list[dict[str, str]]:
     if len(options.metrics) > 2:
         raise ValueError(f"metrics: expected one source, or an older one and one of now, got {len(options.metrics)}")
+    if options.max_num_seqs is not None and options.max_num_seqs < 1:
+        raise ValueError(f"max-num-seqs: expected at least 1, got {options.max_num_seqs}")
     older, now = [None, *options.metrics][-2:]
     before = {state.service: state for state in states(exposition.read(older))} if older else {}
     return [

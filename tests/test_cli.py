@@ -235,6 +235,14 @@ def test_support_page_is_current(capsys):
     assert capsys.readouterr().out == (ROOT / "docs" / "support.md").read_text()
 
 
+def test_a_reader_that_stops_gets_no_traceback():
+    command = f"{sys.executable} -m sparse_attn metrics --dashboard"
+    done = subprocess.run(
+        f"{command} | true", shell=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.stderr == ""
+
+
 def test_version(capsys):
     assert main(["version"]) == 0
     declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

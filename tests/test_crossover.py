@@ -99,6 +99,14 @@ def lines(path: Path, some: list[dict[str, object]]) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("change", [{"length": 0}, {"batch": 0}, {"ratio": "x"}, {"seconds": 0}, {"path": "fast"}])
+def test_timings_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    timing = dict(length=8, batch=1, ratio=0.25, path="dense", seconds=1.0) | change
+    (tmp_path / "timings.jsonl").write_text(json.dumps(timing))
+    with pytest.raises(ValueError, match="line 1: expected length, batch, ratio and seconds above 0, and path"):
+        read(tmp_path / "timings.jsonl")
+
+
 def test_the_crossover_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = lines(tmp_path / "calls.jsonl", [vars(timing) for timing in timings({512: 0.5, 2048: 2.0})])
     assert len(read(path)) == 20

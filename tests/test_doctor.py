@@ -263,6 +263,51 @@ def test_preemptions_since_tell_of_peaks():
     before = service(**BUSY, preempted=9)
     assert binds(service(**BUSY, preempted=10), before, 16) == "pool"
     assert binds(service(**BUSY, preempted=9), before, 16) == "max_num_seqs"
+    assert binds(service(**BUSY, preempted=5), before, 16) == "pool"  # began anew
+
+
+@pytest.mark.parametrize(("sum", "count"), [(40, 2000), (40, 500)])
+def test_times_of_a_service_that_began_anew_count_from_its_start(sum, count):
+    name = "vllm:inter_token_latency_seconds"
+    before, now = (
+        states(exposition.parse(f"{service(**BUSY)}\n{name}_sum {seconds}\n{name}_count {tokens}"))[0]
+        for seconds, tokens in ((480, 1000), (sum, count))
+    )
+    assert f"480.0 ms a token and now {1e3 * sum / count:.1f}" in diagnose(now, before).seen
+
+
+def test_a_value_that_is_no_number_shows_nothing():
+    assert binds(service(**BUSY | {"pool": float("nan")})) == "unknown"
+    with pytest.raises(ValueError, match="got neither"):
+        states(exposition.parse(service(running=float("nan"), waiting=3, pool=0.3)))
+
+
+def test_one_engine_of_sglang_has_no_rank():
+    """Its metrics and those of this package are of one service."""
+    labels = 'model_name="m",engine_type="unified",tp_rank="0"'
+    values = {"num_running_reqs": 2, "num_queue_reqs": 3, "token_usage": 0.3}
+    text = "".join(f"sglang:{name}{{{labels}}} {value}\n" for name, value in values.items())
+    (state,) = states(exposition.parse(text + 'sparse_attn_compute_watermark_ratio{model_name="m",engine="0"} 0.97'))
+    assert (state.service, diagnose(state).binds) == ("m 0", "compute")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--max-num-seqs", "0"], "expected --model, --engine and --device, or --metrics"),
+        (["--metrics", "{now}", "--max-num-seqs", "0"], "max-num-seqs: expected at least 1, got 0"),
+        (["--model", ""], "expected --model, --engine and --device together, got no --engine and no --device"),
+        (["--metrics", "http://127.0.0.1:x/metrics"], "expected metrics as text: nonnumeric port: 'x'"),
+        (["--metrics", "{binary}"], "binary: expected metrics as text: 'utf-8' codec can't decode"),
+    ],
+)
+def test_services_are_refused_in_one_sentence(tmp_path, capsys, arguments, sentence):
+    (tmp_path / "now").write_text(service(**BUSY))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    places = {name: str(tmp_path / name) for name in ("now", "binary")}
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", *(argument.format(**places) for argument in arguments)])
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_fullest_of_several_pools_binds():
@@ -276,8 +321,8 @@ def test_without_pool_nothing_is_claimed():
     text = "vllm:num_requests_running 2\nvllm:num_requests_waiting 3\n"
     assert binds(text) == "unknown"
     (state,) = states(exposition.parse(service(running=2, waiting=3, pool=0.3)))
-    assert "unless compute does, which no metric shows" in diagnose(state).advice
-    assert "unless" not in diagnose(replace(state, compute=0.2)).advice
+    assert "compute may bind, which no metric shows" in diagnose(state).advice
+    assert "compute" not in diagnose(replace(state, compute=0.2)).advice
     with pytest.raises(ValueError, match="metrics: expected vllm:num_requests_running or .*, got neither"):
         states(exposition.parse("up 1"))
 

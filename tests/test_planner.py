@@ -221,6 +221,29 @@ def test_traces_of_both_kinds(tmp_path):
         traces.read(table)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        '{"timestamp": NaN, "input_length": 5, "output_length": 5}',
+        '{"timestamp": 1, "input_length": 5, "output_length": 1e400}',
+        '{"timestamp": 1, "input_length": 5}',
+        "[]",
+    ],
+)
+def test_lines_of_a_trace_are_refused(tmp_path, line):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 1, "input_length": 5, "output_length": 5}\n\n' + line)
+    with pytest.raises(ValueError, match="trace.jsonl, line 3: expected a time and two lengths, got "):
+        traces.read(path)
+
+
+def test_a_request_without_answer_holds_its_cache_for_a_token():
+    rank = Rank(PRESETS["llama-3.1-8b"], DEVICES["h200"], Weights(), slo=0.1)
+    assert demand(rank, [Request(0, 10, 0)]).requests == 1
+    assert demand(rank, [Request(0, 10, 0), Request(0.05, 10, 0), Request(0.12, 10, 0)]).requests == 2
+
+
 def test_every_figure_has_a_source():
     found = [
         figure for one in DEVICES.values() for figure in (one.memory, one.bandwidth, one.compute) if figure is not None
@@ -251,7 +274,8 @@ def test_own_devices(tmp_path, suffix):
     ("table", "sentence"),
     [
         ({"memory_gb": 64}, "our-card: expected bandwidth_gb_s, bf16_tflops, memory_gb, source, .* got memory_gb"),
-        (OWN | {"memory_gb": 0}, "memory_gb: expected a number above 0, got 0"),
+        (OWN | {"memory_gb": 0}, "memory_gb: expected a finite number above 0, got 0"),
+        (OWN | {"memory_gb": float("nan")}, "memory_gb: expected a finite number above 0, got nan"),
         (OWN | {"level": "guessed"}, "level: expected one of published, derived, measured, got 'guessed'"),
         (OWN | {"family": "z80"}, "family: expected one of .*, got 'z80'"),
         (OWN | {"tdp": 3}, "got .*tdp"),
@@ -264,6 +288,7 @@ def test_own_devices_are_refused(tmp_path, table, sentence):
         devices.find("our-card", path)
 
 
+DENSE = ["--model", "llama-3.1-8b", "--method", "tokens"]
 CALL = ["plan", "--model", "deepseek-v4.1-flash", "--device", "h200", "--tp", "8"]
 
 
@@ -283,7 +308,12 @@ CALL = ["plan", "--model", "deepseek-v4.1-flash", "--device", "h200", "--tp", "8
         (["--k", "4"], "k, share: expected together with --method, got no method"),
         (["--method", "quest", "--k", "4"], "expected a dense model"),
         (["--memory-share", "2"], "memory share: expected above 0 and at most 1, got 2.0"),
-        (["--weights-gb", "-1"], "weights_gb: expected above 0, got -1.0"),
+        (["--weights-gb", "-1"], "weights_gb: expected a finite number above 0, got -1.0"),
+        (["--active-b", "nan"], "active_b: expected a finite number above 0, got nan"),
+        (["--share", "1/0"], "expected a share such as 1/4 or 0.25, got '1/0'"),
+        ([*DENSE, "--k", "9999999"], "expected k and a share .* at most 2,097,152 tokens long, got 10,000,003; use"),
+        ([*DENSE, "--k", "9", "--share", "0.33333333"], "expected k and a share whose pattern is at most 2,097,152"),
+        (["--trace", "/dev/null", "--slo", "50ms"], "trace: expected at least one request, got none"),
         (["--trace", "nowhere.jsonl", "--slo", "50ms"], "nowhere.jsonl"),
     ],
 )

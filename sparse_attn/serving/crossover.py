@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -67,13 +68,15 @@ def read(path: str | Path) -> list[Timing]:
         if line.strip():
             try:
                 timing = Timing(**json.loads(line))
-                if timing.path not in ("dense", "sparse") or not 0 < timing.seconds < float("inf"):
+                if timing.path not in ("dense", "sparse") or not 0 < timing.seconds < inf:
+                    raise ValueError
+                if timing.length < 1 or timing.batch < 1 or not 0 < timing.ratio < inf:
                     raise ValueError
                 found.append(timing)
             except (TypeError, ValueError):
                 raise ValueError(
-                    f"{path}, line {number}: expected length, batch, ratio, path (dense or sparse) and seconds above "
-                    f"0, got {line.strip()}"
+                    f"{path}, line {number}: expected length, batch, ratio and seconds above 0, and path (dense or "
+                    f"sparse), got {line.strip()}"
                 ) from None
     return found
 

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,18 @@ def read(path: str | Path) -> dict[str, Device]:
     """
     path = Path(path)
     if path.suffix == ".json":
-        tables = json.loads(path.read_text())
+        parse = json.loads
     elif path.suffix == ".toml":
         try:
-            tables = importlib.import_module("tomllib").loads(path.read_text())
+            parse = importlib.import_module("tomllib").loads
         except ModuleNotFoundError:
             raise ValueError(f"{path}: TOML needs Python 3.11 or newer: write the same tables as JSON") from None
     else:
         raise ValueError(f"{path}: expected a name that ends in .toml or .json")
+    try:
+        tables = parse(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(tables, dict):
         raise ValueError(f"{path}: expected a table for each device, by its name, got {type(tables).__name__}")
     return {name: _device(f"{path}: {name}", name, table) for name, table in tables.items()}
@@ -128,8 +133,8 @@ def _device(where: str, name: str, table: Any) -> Device:
     level = table.get("level", "published")
     found: dict[str, Figure] = {}
     for figure, (key, unit) in FIGURES.items():
-        if isinstance(table[key], bool) or not isinstance(table[key], (int, float)) or table[key] <= 0:
-            raise ValueError(f"{where}: {key}: expected a number above 0, got {table[key]!r}")
+        if isinstance(table[key], bool) or not isinstance(table[key], (int, float)) or not 0 < table[key] < inf:
+            raise ValueError(f"{where}: {key}: expected a finite number above 0, got {table[key]!r}")
         found[figure] = Figure(table[key] * unit, level, str(table["source"]))
     return Device(name, family, **found)
 

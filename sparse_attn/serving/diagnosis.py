@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 
 from .exposition import Sample
 
@@ -70,8 +71,12 @@ def states(samples: Iterable[Sample]) -> list[State]:
     """The services of an exposition. Raises ValueError if it has none of the names known here."""
     services: dict[str, list[Sample]] = {}
     for sample in samples:
-        labels = (next((sample.labels[name] for name in names if name in sample.labels), "") for names in GROUPS)
-        services.setdefault(" ".join(filter(None, labels)), []).append(sample)
+        if isnan(sample.value):  # the service knows no value
+            continue
+        model, engine = (next((sample.labels[n] for n in names if n in sample.labels), "") for names in GROUPS)
+        if model and not engine:
+            engine = "0"  # SGLang names no rank where there is one, this package's metrics do
+        services.setdefault(" ".join(filter(None, (model, engine))), []).append(sample)
     shared = services.pop("", []) if len(services) > 1 else []
     found = [_state(service, [*group, *shared]) for service, group in services.items()]
     known = [state for state in found if state is not None]
@@ -122,7 +127,7 @@ def diagnose(state: State, before: State | None = None, max_num_seqs: int | None
     fullest = max(state.pools, key=lambda pool: state.pools[pool], default="pool")
     share, compute = state.pools.get(fullest), state.compute
     held = _grown(state.held, before.held) if before else {}
-    preempted = (state.preemptions or 0) - (before.preemptions or 0) if before else 0
+    preempted = _growth(state.preemptions or 0, before.preemptions or 0) if before else 0
     seen = [_share(fullest, share), _share("compute", compute)]
     seen += [f"{state.running:,.0f} running", f"{state.waiting:,.0f} waiting"]
     if before is not None:
@@ -151,29 +156,33 @@ def diagnose(state: State, before: State | None = None, max_num_seqs: int | None
     if state.batch_limit is not None and state.running >= state.batch_limit:
         return finding("sparse_attn_batch_limit", "the batch limit binds: calibrate it again")
     if max_num_seqs is not None and state.running >= max_num_seqs:
-        return finding("max_num_seqs", f"raise max_num_seqs above {max_num_seqs}{_unless(compute)}")
+        return finding("max_num_seqs", f"raise max_num_seqs above {max_num_seqs}{_maybe(compute)}")
     if share is None:
         return finding("unknown", "no metric shows how much of the caches' memory is in use")
     if max_num_seqs is not None:
         return finding(
             "an admission limit",
-            f"neither memory nor max_num_seqs binds{_unless(compute)}: look at max_num_batched_tokens and at "
+            f"neither memory nor max_num_seqs binds{_maybe(compute)}: look at max_num_batched_tokens and at "
             "thresholds in tokens of an older cache",
         )
     return finding(
         "an admission limit",
-        f"memory does not bind{_unless(compute)}: look at max_num_seqs (SGLang: max_running_requests), which "
+        f"memory does not bind{_maybe(compute)}: look at max_num_seqs (SGLang: max_running_requests), which "
         "--max-num-seqs tells, then at max_num_batched_tokens and at thresholds in tokens of an older cache",
     )
 
 
-def _unless(compute: float | None) -> str:
-    return ", unless compute does, which no metric shows" if compute is None else ""
+def _maybe(compute: float | None) -> str:
+    return "; compute may bind, which no metric shows" if compute is None else ""
 
 
 def _grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     """Counters since; those that began anew count whole."""
-    return {key: value - before.get(key, 0) if value >= before.get(key, 0) else value for key, value in now.items()}
+    return {key: _growth(value, before.get(key, 0)) for key, value in now.items()}
+
+
+def _growth(now: float, before: float) -> float:
+    return now - before if now >= before else now
 
 
 def _share(name: str, share: float | None) -> str:
@@ -185,8 +194,11 @@ def _since(state: State, before: State, pool: str) -> str:
     if pool in before.pools:
         parts.append(f"{pool} {before.pools[pool]:.0%}")
     parts += [f"{before.running:,.0f} running", f"{before.waiting:,.0f} waiting"]
-    count = state.token_count - before.token_count
+    anew = state.token_count < before.token_count or state.token_sum < before.token_sum
+    count, total = state.token_count, state.token_sum
+    if not anew:
+        count, total = count - before.token_count, total - before.token_sum
     if before.token_seconds is not None and count > 0:
-        now = (state.token_sum - before.token_sum) / count
+        now = total / count
         parts.append(f"{1e3 * before.token_seconds:.1f} ms a token and now {1e3 * now:.1f}")
     return f"before: {', '.join(parts)}"

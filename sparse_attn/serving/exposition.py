@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 from urllib.request import urlopen
@@ -48,8 +49,13 @@ def _labels(text: str) -> dict[str, str]:
 
 
 def read(where: str) -> list[Sample]:
-    """The samples at a URL (http or https) or in a file. Raises OSError if it cannot be read."""
-    if where.startswith(("http://", "https://")):
-        with urlopen(where, timeout=SECONDS) as answer:
-            return parse(answer.read().decode())
-    return parse(Path(where).read_text())
+    """The samples at a URL (http or https) or in a file. Raises OSError or ValueError if it cannot be read."""
+    try:
+        if where.startswith(("http://", "https://")):
+            with urlopen(where, timeout=SECONDS) as answer:
+                text = answer.read().decode()
+        else:
+            text = Path(where).read_text()
+    except (HTTPException, UnicodeError) as error:
+        raise ValueError(f"{where}: expected metrics as text: {error}") from error
+    return parse(text)

@@ -368,7 +368,8 @@ class Demand:
     """What a trace asks of one service in which each token takes ``slo`` seconds: at the moment at which caches need
     most memory, requests in flight, bytes of a rank's caches, and least seconds of a decode step by resource.
 
-    Each request counts with its final length, from its arrival on; prefill takes no time.
+    Each request counts with its final length, from its arrival on, and for one token's time at least; prefill takes
+    no time.
     """
 
     requests: int
@@ -380,9 +381,12 @@ class Demand:
 
 def demand(rank: Rank, trace: Sequence[Request]) -> Demand:
     """Raises ValueError for an empty trace, and without an SLO."""
-    if not trace or rank.slo is None:
-        raise ValueError("trace: expected at least one request and an SLO, got none; give --slo")
-    events = [(r.arrival, 1, r) for r in trace] + [(r.arrival + r.output * rank.slo, 0, r) for r in trace]
+    if not trace:
+        raise ValueError("trace: expected at least one request, got none")
+    if rank.slo is None:
+        raise ValueError("trace: expected an SLO, the time of each token, got none; give --slo")
+    ends = [(r.arrival + max(r.output, 1) * rank.slo, 0, r) for r in trace]
+    events = [(r.arrival, 1, r) for r in trace] + ends
     size, flying = 0.0, dict[int, Request]()
     most, at = 0.0, list[Request]()
     for _, begins, request in sorted(events, key=lambda event: event[:2]):

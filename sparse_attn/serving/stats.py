@@ -262,6 +262,10 @@ class Table:
         return self.upto([after for _, after in spans]) - self.upto([before for before, _ in spans]) if spans else 0
 
 
+LONGEST = 2**21
+"""Tokens within which a rule must be regular: its table is as long."""
+
+
 @cache
 def table(rule: Rule) -> Table:
     return Table(rule)
@@ -454,6 +458,12 @@ class Counter:
         self._layers = [_terms(self.model, layer, formats or {}) for layer in self.model.layers]
         self._whole = _joined(self._layers)
         rules = dict.fromkeys(rule for rules in self._whole.values() for rule in rules)
+        long = max(rule.settled + rule.period for rule in rules)
+        if long > LONGEST:
+            raise ValueError(
+                f"{self.model.name}: expected k and a share whose pattern is at most {LONGEST:,} tokens long, got "
+                f"{long:,}; use a smaller k, or a share such as 1/4 or 0.3"
+            )
         self._tables = {rule: table(rule) for rule in rules}
 
     @property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +23,21 @@ def read(path: str | Path) -> list[Request]:
     with path.open(newline="") as lines:
         if path.suffix == ".csv":
             rows: Any = enumerate(csv.DictReader(lines), 2)
-            parse = _azure
+            parse: Callable[[Any], Request] = _azure
         else:
-            rows = enumerate((json.loads(line) for line in lines if line.strip()), 1)
+            rows = ((number, line.strip()) for number, line in enumerate(lines, 1) if line.strip())
             parse = _mooncake
         found = []
         for number, row in rows:
             try:
                 found.append(parse(row))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, OverflowError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: expected a time and two lengths, got {row}") from error
     return found
 
 
-def _mooncake(row: Any) -> Request:
+def _mooncake(line: str) -> Request:
+    row = json.loads(line)
     return _request(float(row["timestamp"]) / 1000, row["input_length"], row["output_length"])
 
 
@@ -46,6 +49,6 @@ def _azure(row: Any) -> Request:
 
 def _request(arrival: float, prompt: Any, output: Any) -> Request:
     found = Request(arrival, int(prompt), int(output))
-    if found.prompt < 0 or found.output < 0 or found.context < 1:
-        raise ValueError("lengths")
+    if not isfinite(arrival) or found.prompt < 0 or found.output < 0 or found.context < 1:
+        raise ValueError("time or lengths")
     return found
