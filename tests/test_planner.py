@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from fractions import Fraction
+from math import gcd
 from pathlib import Path
 
 import pytest
@@ -130,10 +132,10 @@ def test_index_scores_are_of_the_largest_list():
 
 @pytest.mark.parametrize("name", ["tokens", "v4", "v4.1", "quest", "deepseek-v3.2 of 8"])
 def test_break_even_lengths(name):
-    """Just below, at a multiple of the period, selection costs as much or more; from there on always less."""
+    """Just below, at a multiple of the step, selection costs as much or more; from there on always less."""
     rank = Rank(SMALL.get(name, V32), device(), weights(), ranks=8 if "of 8" in name else 1)
     own, other = Counter(rank.model), Counter(dense(rank.model))
-    period = own.period
+    step = gcd(own.period, 128)
 
     def saves(what: str, context: int) -> bool:
         span = [(context - 1, context)]
@@ -142,9 +144,19 @@ def test_break_even_lengths(name):
         return sums[0] < sums[1]
 
     for what, found in rank.even_contexts().items():
-        assert found is not None and found % period == 0
-        assert not saves(what, found - period)
-        assert all(saves(what, found + period * step) for step in (*range(300), 5000))
+        assert found is not None and found % step == 0
+        assert not saves(what, found - step)
+        assert all(saves(what, found + step * times) for times in (*range(300), 5000))
+
+
+def test_break_even_is_the_same_for_a_share_that_is_hardly_another():
+    """Whatever the period, which a share of 0.3333 makes 10,000 tokens."""
+    whole, rounded = (
+        Rank(sparse(PRESETS["llama-3.1-8b"], METHODS["tokens"], 256, share), device(), weights()).even_contexts()
+        for share in (Fraction(1, 3), Fraction("0.3333"))
+    )
+    for name, context in whole.items():
+        assert context <= rounded[name] <= context + 16
 
 
 def test_break_even_batch():

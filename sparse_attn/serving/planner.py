@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, floor
+from math import ceil, floor, gcd
 
 from ..models import Model, dense, shard
 from .devices import Device
@@ -21,6 +21,9 @@ SCORE_BYTES = 4
 
 WORTH = 0.1
 """Share of a decode step that must be saved for a batch to count as past break-even."""
+
+GRAIN = 128
+"""Tokens in steps of which, at most, break-even is looked for."""
 
 MOST = 2**24
 """Tokens of context, and requests, beyond which nothing is looked for."""
@@ -289,19 +292,20 @@ class Rank:
         if all(layer.selection is None for layer in self.model.layers):
             return dict.fromkeys(costs)
         settled, period = self.counter.settled, self.counter.period
-        start = ceil(settled / period) * period
-        scan = [(n, self.decode(n), _decode(self.unselected, n)) for n in range(period, start + 2 * period, period)]
+        start, step = ceil(settled / period) * period, gcd(period, GRAIN)
+        scan = [(n, self.decode(n), _decode(self.unselected, n)) for n in range(step, start + period + step, step)]
         found: dict[str, int | None] = {}
         for name, cost in costs.items():
-            saved = [cost(other) - cost(own) for _, own, other in scan]
-            growth = saved[-1] - saved[-2]
-            if saved[-1] > 0:
-                last = max((place for place, value in enumerate(saved) if value <= 0), default=-1)
-                found[name] = scan[last + 1][0] if growth >= 0 else None
-            elif growth > 0:  # from here on savings grow by the same amount each period
-                found[name] = scan[-1][0] + period * (floor(-saved[-1] / growth) + 1)
-            else:
+            saved = [(n, cost(other) - cost(own)) for n, own, other in scan]
+            growth = saved[-1][1] - saved[-1 - period // step][1]  # from here on, of each period
+            least = min(value for _, value in saved[-(period // step) :])
+            if growth < 0 or (growth == 0 and least <= 0):
                 found[name] = None
+                continue
+            last = max((n for n, value in saved if value <= 0), default=0)
+            if least <= 0:
+                last = max(n + period * (-value // growth) for n, value in saved[-(period // step) :] if value <= 0)
+            found[name] = last + step
         return found
 
     def even_requests(self, context: int) -> int | None:
