@@ -328,6 +328,11 @@ def test_refusals(call, message: str) -> None:
         call()
 
 
+def test_drafts_are_not_below_0() -> None:
+    with pytest.raises(ValueError, match="drafts: expected 0 or more, got -1"):
+        Stats("deepseek-v3.2", drafts=-1)
+
+
 def test_a_refused_step_counts_nothing() -> None:
     stats = Stats("qwen3-8b")
     with pytest.raises(ValueError):

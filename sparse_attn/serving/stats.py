@@ -566,6 +566,8 @@ class Stats:
     """
 
     def __init__(self, model: Model | str, *, drafts: int = 0, formats: Mapping[str, str] | None = None) -> None:
+        if drafts < 0:
+            raise ValueError(f"drafts: expected 0 or more, got {drafts}")
         self.counter = Counter(model, formats)
         self.drafts = drafts
         self.total = StepStats()
