@@ -3,10 +3,14 @@
 #   PYTHON=path   Python that creates it
 #   TORCH=spec    what to install if the environment has no torch 2.9 or newer
 #   VLLM_VENV=path  environment with vLLM to use or create for test-engines; default: build/venv-vllm
+#   CUDA_VENV=path  environment of test-cuda-offline to use or create; default: build/venv-cuda
+#   TRITON=spec     the triton that belongs to TORCH
 PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 VLLM_VENV ?= build/venv-vllm
+TRITON ?= triton==3.7.1
+CUDA_VENV ?= build/venv-cuda
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -26,6 +30,7 @@ help:
 	@echo "make test-slow     the slow tests and the packaging tests"
 	@echo "make test-ascend   ascend_npu against an emulator of CANN's operators"
 	@echo "make test-engines  the tests on vLLM, in an environment of its own that takes gigabytes"
+	@echo "make test-cuda-offline  kernels for CUDA, interpreted, and compiled without a device"
 	@echo "make lint          style and types only"
 	@echo "make format        correct the style"
 	@echo "make bench         run the benchmarks"
@@ -46,6 +51,16 @@ test-ascend: $(STAMPS)/test
 
 test-engines: $(VLLM_VENV)/package
 	$(VLLM_VENV)/bin/python -m pytest -q tests/engines $(ARGS)
+
+# An environment of its own, as triton must not stand beside torch unasked.
+test-cuda-offline:
+	$(MAKE) VENV=$(CUDA_VENV) cuda-offline
+
+cuda-offline: $(STAMPS)/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -k "cuda_triton and not 2_to_the_31" -W ignore::RuntimeWarning \
+	  tests/test_cuda_triton.py tests/test_attend.py tests/test_attend_formats.py tests/test_calls.py tests/test_store.py \
+	  tests/test_formats.py tests/test_merge.py $(ARGS)
+	$(BIN)/python -m pytest -q -m slow tests/test_cuda_compile.py
 
 lint: $(STAMPS)/test
 	$(BIN)/ruff check .
@@ -104,4 +119,8 @@ $(VLLM_VENV)/engine:
 
 $(VLLM_VENV)/package: $(VLLM_VENV)/engine pyproject.toml setup.py
 	SPARSE_ATTN_NO_NATIVE=1 $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+
+# A CUDA build of torch has brought its own triton, which must not be installed twice.
+$(STAMPS)/triton: | $(STAMPS)/test
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) "$(TRITON)"
 	@touch $@

@@ -7,6 +7,7 @@ import cases
 import pytest
 import torch
 
+import sparse_attn
 from sparse_attn import codecs, env, registry
 from sparse_attn.backends.cuda_triton import schedule
 from sparse_attn.backends.cuda_triton.device import Device
@@ -117,3 +118,13 @@ def test_unaligned_packed_planes_are_refused() -> None:
     kwargs["kv"] = pool[1:].view(pages, size, 1, width)
     with pytest.raises(ValueError, match="attend: kv: expected entries at multiples of [24] bytes, where the device"):
         cases.run(impl_of("attend"), leading, kwargs)
+
+
+@interpreted
+def test_slots_past_the_plane_are_left_out_and_read_as_nan() -> None:
+    plane, rows = torch.full((2, 3, 1, 16), 7.0), torch.randn(3, 1, 16)
+    slots = torch.tensor([6, 4, 1 << 40])
+    sparse_attn.store(rows, plane, slots, format="fp32", backend="cuda_triton")
+    assert torch.equal(plane.flatten(0, 1)[4], rows[1]) and (plane == 7).sum() == 5 * 16
+    read = sparse_attn.load(plane, torch.tensor([4, 6, -1]), format="fp32", backend="cuda_triton")
+    assert torch.equal(read[0], rows[1]) and read[1].isnan().all() and (read[2] == 0).all()

@@ -8,7 +8,7 @@ from dataclasses import astuple
 import golden
 import pytest
 import torch
-from cases import skip_unless
+from cases import skip_unless, skip_where_values_stay_on_the_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -302,6 +302,8 @@ def test_a_fault_shows_in_its_group(store_impl, load_impl, name: str, bad: float
 @pytest.mark.parametrize("name", golden.PACKED)
 def test_a_page_axis_with_strides(store_impl, load_impl, name: str) -> None:
     """Pages that are views into a larger pool, as of several layers."""
+    if "cuda_triton" in (store_impl.backend, load_impl.backend) and layout.FORMATS[name].codec.scale == "fp32":
+        pytest.skip("a device loads aligned numbers only; tests/test_cuda_triton.py has the refusal")
     rows, slots = golden_rows(name, [3, 1, 2]), torch.tensor([0, 4, 11])
     plane, _ = new_plane(name)
     pool = torch.full((4, 2, plane[0].numel() + 5), FILL, dtype=torch.uint8)
@@ -337,6 +339,7 @@ def test_slots_past_2_to_the_31(store_impl, load_impl, name: str) -> None:
     expected = load(load_impl, page, near, page_scale, name, 4)
     assert torch.equal(load(load_impl, plane, far, scale, name, 4), expected)
     assert torch.equal(load(load_impl, plane[-1:], near, None if scale is None else scale[-1:], name, 4), expected)
+    skip_where_values_stay_on_the_device(load_impl)
     with pytest.raises(sparse_attn.InvalidCall, match=f"less than pages \\* page_size = {4 * pages}, got {4 * pages}"):
         load(load_impl, plane, far + 2, scale, name, 4)
 

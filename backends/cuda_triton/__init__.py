@@ -17,6 +17,9 @@ from sparse_attn.registry import Between, Impl, OneOf
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
+    from sparse_attn.ops.load import Load
+    from sparse_attn.ops.merge import Merge
+    from sparse_attn.ops.store import Store
 
 OLDEST = 80
 
@@ -46,7 +49,26 @@ def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     attend(a, out, lse)
 
 
+def _load(a: Load, out: Tensor) -> None:
+    from .rows import load
+
+    load(a, out)
+
+
+def _merge(a: Merge, out: Tensor, lse: Tensor) -> None:
+    from .merge import merge
+
+    merge(a, out, lse)
+
+
+def _store(a: Store) -> None:
+    from .rows import store
+
+    store(a)
+
+
 _WIDEST_ROW = 640
+_WIDEST_STORED = 2048  # a program holds whole rows
 _MOST_POSITIONS = (1 << 31) - 1 - 128  # a kernel counts them, and a block more, in 32 bits
 
 IMPLS = (
@@ -62,6 +84,24 @@ IMPLS = (
         run=_attend,
         # Standard normal inputs. Products of bfloat16 queries round keys, values and weights to bfloat16.
         tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl("load", "cuda_triton", limits={"device": _DEVICES}, run=_load, priority=10, available=_unavailable),
+    Impl(
+        "merge",
+        "cuda_triton",
+        limits={"device": _DEVICES},
+        run=_merge,
+        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
+        "store",
+        "cuda_triton",
+        limits={"device": _DEVICES, "dim": Between(1, _WIDEST_STORED)},
+        run=_store,
         priority=10,
         available=_unavailable,
     ),

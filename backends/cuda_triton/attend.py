@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_attn.layout import FORMATS
+
 from . import planes
 from .device import device_of
 from .kernels.attend import attend_kernel
@@ -50,7 +52,8 @@ def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     wide = a.q.dtype == torch.float16 and not _all_half(a)
     shape = shape_of(dim, a.v_dim, None if a.v is None else a.v_dim)
     compute_bytes = 4 if wide else a.q.element_size()
-    tile = tile_of(device, heads // groups, shape, compute_bytes)
+    two = a.kv is not None and a.win is not None
+    tile = tile_of(device, heads // groups, shape, compute_bytes, _decoded(a), 2 if two else 1)
     programs = tokens * groups * -(-heads // groups // tile.heads)
     parts, part_blocks = (1, 1) if a.batch_invariant else parts_of(device, programs, _blocks(a, tile.entries))
     partial = None
@@ -128,6 +131,11 @@ def _all_half(a: Attend) -> bool:
     used += [a.win_format] if a.win is not None else []
     rope = a.kv_rope is None or a.kv_rope.dtype == torch.float16
     return rope and all(format == "fp16" for format in used)
+
+
+def _decoded(a: Attend) -> bool:
+    """Whether any plane holds numbers that are not as they are read."""
+    return any(FORMATS[name].codec.scale for name in (a.format, a.value_format, a.win_format))
 
 
 def _blocks(a: Attend, block: int) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sparse_attn.checks import refuse
-from sparse_attn.layout import BITS, FORMATS
+from sparse_attn.layout import BITS, FORMATS, Format
 
 
 class Part(NamedTuple):
@@ -60,17 +60,32 @@ def rows(op: str, name: str, data: Tensor, format: str, page_size: int, scale: T
     f = FORMATS[format]
     if not f.packed:
         return Rows(plain_part(data), None, None if scale is None else plain_part(scale))
-    found: dict[str, Part] = {}
-    section_start = 0
+    types = {"values": f.codec.element, "rope": "bf16", "scales": f.codec.scale}
+    parts = {
+        part: _typed(op, name, data, types[part], at, step)
+        for part, (at, step, _) in _places(f, data, page_size).items()
+        if part != "pad"
+    }
+    return Rows(parts["values"], parts.get("rope"), parts.get("scales"))
+
+
+def padding(data: Tensor, format: str, page_size: int) -> tuple[Part | None, int]:
+    """The bytes of an entry that hold nothing, and how many they are."""
+    at, step, size = _places(FORMATS[format], data, page_size).get("pad", (0, 0, 0))
+    return (Part(data, at, data.stride(0), step, 0), size) if size else (None, 0)
+
+
+def _places(f: Format, data: Tensor, page_size: int) -> dict[str, tuple[int, int, int]]:
+    """For each part of a packed format: its byte in a page, the bytes from one entry's to the next, and its own."""
+    places = {}
+    start = 0
     for section, width in zip(f.sections, f.widths(), strict=True):
-        at, step = section_start, width if f.planar else data.stride(1)
-        types = {"values": f.codec.element, "rope": "bf16", "scales": f.codec.scale}
+        at = start
         for part, size in section:
-            if part != "pad":
-                found[part] = _typed(op, name, data, types[part], at, step)
+            places[part] = at, width if f.planar else data.stride(1), size
             at += size
-        section_start += width * page_size
-    return Rows(found["values"], found.get("rope"), found.get("scales"))
+        start += width * page_size
+    return places
 
 
 def plain_part(data: Tensor) -> Part:

@@ -59,18 +59,28 @@ def _columns(dim: int) -> tuple[int, int, int]:
 
 
 @cache
-def tile_of(device: Device, heads: int, shape: Shape, compute_bytes: int) -> Tile:
-    """Tile for groups of ``heads`` query heads, whose products take numbers of ``compute_bytes``.
+def tile_of(device: Device, heads: int, shape: Shape, compute_bytes: int, decoded: bool, planes: int) -> Tile:
+    """Tile for groups of ``heads`` query heads, whose products take numbers of ``compute_bytes``, on rows of one or two
+    ``planes`` that are ``decoded`` or plain. Chosen so that nothing spills from registers (``docs/cuda.md``), not yet
+    by speed.
 
-    Rows of more than WIDEST columns leave room in registers for few heads. More than 32 need the matrix units of sm_90
-    or many registers; for sm_100, Triton 3.7 turns such tiles into a trap.
+    For sm_100, Triton 3.7 makes a trap of tiles of 64 heads and 512 columns.
     """
-    most = 32 if device.small or device.arch >= 100 or compute_bytes == 4 else 64
-    most = 16 if device.small and compute_bytes == 4 else most
+    most = 64
+    if compute_bytes == 4 or device.small or device.arch >= 100:
+        most = 32
+    if shape.leads == 2 and (decoded or compute_bytes == 4):
+        most = 16  # beside the decoder and its rows there is no room for more
     block_h = min(max(1 << (heads - 1).bit_length(), SMALLEST), most)
-    if shape.leads * shape.lead > WIDEST:
-        return Tile(block_h, 32 if compute_bytes == 2 else 16, 8 if block_h > SMALLEST else 4, 2)
-    return Tile(block_h, 64 if compute_bytes == 2 else 32, 4, 2)
+    if compute_bytes == 4:
+        return Tile(block_h, 16 if shape.leads == 2 else 32, 4, 2)
+    if shape.leads == 1:
+        return Tile(block_h, 64, 4, 2)
+    if decoded:
+        return Tile(block_h, 32 if planes == 2 and device.arch > 80 else 16, 8, 2)
+    if block_h == SMALLEST:
+        return Tile(block_h, 32, 4, 2)
+    return Tile(block_h, 32 if planes == 1 or block_h < 64 else 16, 8, 1 if device.small else 2)
 
 
 PARTS_MOST = 64

@@ -61,11 +61,15 @@ def stored_tile(
     part, at, valid, CODES: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, HARDWARE_FP8: tl.constexpr
 ):
     """Elements ``[N, WIDTH]`` without their scales, from column START on; 0 past the stored ones."""
-    if CODES.element == "e2m1":
+    if CODES.element == "e2m1" or CODES.element == "int4":
         pair = START // 2 + tl.arange(0, WIDTH // 2)
         mask = valid[:, None] & (pair[None, :] < CODES.stored // 2)
         stored = tl.load(part.data + at[:, None] + pair[None, :], mask=mask, other=0)
-        return e2m1_numbers(tl.interleave(stored & 15, stored >> 4))
+        codes = tl.interleave(stored & 15, stored >> 4)
+        if CODES.element == "e2m1":
+            return e2m1_numbers(codes)
+        else:
+            return ((codes ^ 8).to(tl.int32) - 8).to(tl.float32)
     else:
         column = START + tl.arange(0, WIDTH)
         mask = valid[:, None] & (column[None, :] < CODES.stored)

@@ -1,0 +1,41 @@
+"""What `cuda_triton` launches compiles for every architecture to what it should be, within budgets, and `docs/cuda.md`
+shows the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparse_attn import env
+
+pytest.importorskip("triton")
+if env.TRITON_INTERPRET.get() == "1":
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+
+import cuda_compile
+
+PAGE = (Path(__file__).parent.parent / "docs" / "cuda.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cuda_compile.ATTENDS)
+def test_within_budgets(name: str) -> None:
+    for c in cuda_compile.compiled(list(cuda_compile.ARCHITECTURES), [name]):
+        assert c.ok, c
+        if c.kernel == "attend_kernel":
+            assert f"| {c.case} | sm_{c.arch}{cuda_compile.ARCHITECTURES[c.arch]} | {c.tile} |" in PAGE, c
+
+
+@pytest.mark.slow
+def test_the_budgets_can_be_missed(monkeypatch) -> None:
+    """A tile too large spills; one too large for sm_100 becomes a trap that assembles without complaint."""
+    from sparse_attn.backends.cuda_triton import attend
+    from sparse_attn.backends.cuda_triton.schedule import Tile
+
+    name = "V3.2, bf16, 128 heads"
+    for arch, tile in ((90, Tile(64, 64, 8, 1)), (100, Tile(64, 64, 8, 1))):
+        monkeypatch.setattr(attend, "tile_of", lambda *_, tile=tile: tile)
+        found = [c for c in cuda_compile.compiled([arch], [name]) if c.kernel == "attend_kernel"]
+        assert len(found) == 1 and not found[0].ok
+        assert (found[0].spilled > 0) if arch == 90 else (found[0].products == "none")
