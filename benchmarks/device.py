@@ -3,7 +3,8 @@
 Sized for ten minutes. Peak and bandwidth are measured in the same session, and every row is a fraction of the one that
 binds it. Writes `<device>.json` and `<device>.md` into benchmarks/results/.
 Run: python benchmarks/device.py [--only TEXT] [--out FOLDER]
-With TRITON_INTERPRET=1 it tries itself out on small shapes of CPU tensors; times then mean nothing and are not written.
+With TRITON_INTERPRET=1 PYTHONPATH=tests it tries itself out on small shapes of CPU tensors; times then mean nothing and
+are not written.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from sparse_attn.ops.attend import Attend
 
 INTERPRETED = env.TRITON_INTERPRET.get() == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    import triton_interpreter  # noqa: F401 (of tests/: without it products of bfloat16 are wrong)
 PAGE = 64
 TOLERANCE = 1e-2
 
