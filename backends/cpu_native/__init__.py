@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -13,7 +14,7 @@ from torch import Tensor
 from sparse_attn import env
 from sparse_attn.checks import InvalidCall, refuse
 from sparse_attn.layout import FORMATS, PLAIN_FORMATS
-from sparse_attn.registry import Between, Impl, OneOf
+from sparse_attn.registry import Between, Impl, Limit, OneOf
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from sparse_attn.ops.select import Select
     from sparse_attn.ops.select_merge import SelectMerge
     from sparse_attn.ops.store import Store
+
+_Tolerance = Mapping[str, tuple[float, float]]
 
 _CODES = {getattr(torch, FORMATS[name].dtype): FORMATS[name].code for name in PLAIN_FORMATS}
 
@@ -52,10 +55,14 @@ def _isa(wanted: str) -> int:
     return len(machine) - 1 if wanted == "auto" else machine.index(wanted)
 
 
+def _machine() -> tuple[int, int]:
+    """Threads to use, and the number of the instruction set."""
+    return torch.get_num_threads(), _isa(env.CPU_ISA.get())
+
+
 def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     q_code, rope_code = _CODES[a.q.dtype], 0 if a.kv_rope is None else _CODES[a.kv_rope.dtype]
-    threads, isa = torch.get_num_threads(), _isa(env.CPU_ISA.get())
-    failure = _native().attend(a, out, lse, q_code, rope_code, threads, isa)
+    failure = _native().attend(a, out, lse, q_code, rope_code, *_machine())
     if failure is not None:
         in_window = failure[1]
         paging, table = (a.window_paging, a.win_page_table) if in_window else (a.main_paging, a.page_table)
@@ -65,16 +72,14 @@ def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
 def _select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
     weights = 0 if a.weights is None else _CODES[a.weights.dtype]
     outputs = indices, counts, values, candidate_blocks
-    threads, isa = torch.get_num_threads(), _isa(env.CPU_ISA.get())
-    failure = _native().select(a, *outputs, _CODES[a.q.dtype], weights, threads, isa)
+    failure = _native().select(a, *outputs, _CODES[a.q.dtype], weights, *_machine())
     if failure is not None:
         raise _refusal("select", a, a.paging, a.page_table, "page_table", *failure)
 
 
 def _compress(a: Compress, latent: Tensor | None) -> None:
     row_code, gate_code = _CODES[a.rows.dtype], 0 if a.gates is None else _CODES[a.gates.dtype]
-    threads, isa = torch.get_num_threads(), _isa(env.CPU_ISA.get())
-    failure = _native().compress(a, latent, row_code, gate_code, threads, isa)
+    failure = _native().compress(a, latent, row_code, gate_code, *_machine())
     if failure is None:
         return
     error, in_state, first, _ = failure
@@ -154,49 +159,29 @@ def _past(op: str, name: str, paging: tuple[int, int, int], slot: int) -> Invali
     return refuse(op, name, f"less than pages * page_size = {paging[0] * paging[1]}", slot)
 
 
-_CPU = OneOf(("cpu",))
+def _impl(op: str, run: Callable[..., None], tolerance: _Tolerance | None = None, **limits: Limit) -> Impl:
+    limits = {"device": OneOf(("cpu",)), **limits}
+    return Impl(op, "cpu_native", limits, run, tolerance or {}, priority=10, available=_unavailable)
+
 
 IMPLS = (
-    Impl(
+    _impl(
         "attend",
-        "cpu_native",
-        limits={"device": _CPU},
-        run=_attend,
+        _attend,
         # Standard normal inputs. bfloat16 products flush denormals, and round probabilities to bfloat16; also what
         # formats hold whose scales are no powers of two (codecs.py), by 2**-9 of it.
-        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
-        priority=10,
-        available=_unavailable,
+        {"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
     ),
-    Impl(
-        "compress",
-        "cpu_native",
-        limits={"device": _CPU},
-        run=_compress,
-        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
-        priority=10,
-        available=_unavailable,
-    ),
-    Impl("convert", "cpu_native", limits={"device": _CPU}, run=_convert, priority=10, available=_unavailable),
-    Impl("load", "cpu_native", limits={"device": _CPU}, run=_load, priority=10, available=_unavailable),
-    Impl(
-        "merge",
-        "cpu_native",
-        limits={"device": _CPU},
-        run=_merge,
-        tolerance={"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
-        priority=10,
-        available=_unavailable,
-    ),
-    Impl(
+    _impl("compress", _compress, {"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)}),
+    _impl("convert", _convert),
+    _impl("load", _load),
+    _impl("merge", _merge, {"float32": (2e-6, 2e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)}),
+    _impl(
         "select",
-        "cpu_native",
-        limits={"device": _CPU, "strides": Between(1, 64)},
-        run=_select,
-        tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (2e-5, 2e-5)),
-        priority=10,
-        available=_unavailable,
+        _select,
+        dict.fromkeys(("float32", "bfloat16", "float16"), (2e-5, 2e-5)),
+        strides=Between(1, 64),
     ),
-    Impl("select_merge", "cpu_native", limits={"device": _CPU}, run=_select_merge, priority=10, available=_unavailable),
-    Impl("store", "cpu_native", limits={"device": _CPU}, run=_store, priority=10, available=_unavailable),
+    _impl("select_merge", _select_merge),
+    _impl("store", _store),
 )

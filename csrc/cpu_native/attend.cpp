@@ -26,24 +26,6 @@ constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
 // Bytes of partial results above which one task attends all chunks of a block, which keeps two.
 constexpr int64_t kMostPartialBytes = int64_t{1} << 30;
 
-const Kernels& kernels_for(Isa isa) {
-#if defined(__x86_64__)
-  switch (isa) {
-    case Isa::kAvx512Bf16:
-      return kAvx512Bf16Kernels;
-    case Isa::kAvx512:
-      return kAvx512Kernels;
-    case Isa::kAvx2:
-      return kAvx2Kernels;
-    case Isa::kPortable:
-      break;
-  }
-#else
-  (void)isa;
-#endif
-  return kPortableKernels;
-}
-
 void fill_empty(const AttendParams& p, int64_t begin, int64_t end) {
   if (begin == end) return;
   const int64_t row = static_cast<int64_t>(p.heads) * p.v_dim * element_bytes(p.q_format);
@@ -187,7 +169,7 @@ class Call {
  public:
   explicit Call(const AttendParams& p)
       : p_(p),
-        kernels_(kernels_for(p.isa)),
+        kernels_(SPARSE_ATTN_KERNELS_FOR(p.isa, Kernels)),
         rows_(cut_rows(p)),
         threads_(has_work_for_threads() ? p.threads : 1) {}
 

@@ -17,23 +17,6 @@ namespace {
 // Numbers read below which starting threads costs more than it saves.
 constexpr int64_t kLeastNumbers = 1 << 15;
 
-CompressEntry kernel_for(Isa isa) {
-#if defined(__x86_64__)
-  switch (isa) {
-    case Isa::kAvx512Bf16:
-      return kAvx512Bf16Compress;
-    case Isa::kAvx512:
-      return kAvx512Compress;
-    case Isa::kAvx2:
-      return kAvx2Compress;
-    case Isa::kPortable:
-      break;
-  }
-#endif
-  (void)isa;
-  return kPortableCompress;
-}
-
 // What the step does to one sequence.
 struct Step {
   int64_t row = 0;                // of the first new token
@@ -139,8 +122,7 @@ void write_entry(const CompressParams& p, const Step& step, int64_t b, int64_t e
 }
 
 void read_floats(const TokenRows& rows, int64_t t, int64_t head, int64_t width, float* to) {
-  decode_row(codec_of(rows.format), {row_of(rows, t, head), nullptr, nullptr},
-             static_cast<int32_t>(width), to);
+  decode_row(codec_of(rows.format), {row_of(rows, t, head), nullptr, nullptr}, width, to);
 }
 
 void write_state(const CompressParams& p, const Step& step, int64_t b, float* row) {
@@ -179,7 +161,7 @@ CallStatus compress(const CompressParams& p) {
   const int64_t places = p.span * static_cast<int64_t>(sizeof(TokenPlace));
   const int64_t bytes = (floats * 4 + places + 63) / 64 * 64;
   char* memory = thread_memory(0, bytes * threads);
-  const CompressEntry kernel = kernel_for(p.isa);
+  const CompressEntry kernel = SPARSE_ATTN_KERNELS_FOR(p.isa, Compress);
   const int64_t task_entries = std::max<int64_t>(1, 64 / p.span);
   parallel_for(
       (entries + task_entries - 1) / task_entries, threads, [&](int64_t task, int32_t worker) {

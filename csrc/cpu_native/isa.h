@@ -13,4 +13,16 @@ bool supported(Isa isa);
 
 Isa best_isa();
 
+// Of kernels kPortable<name>, kAvx2<name> and so on, those for `isa`. Processors other than x86
+// have the first alone.
+#if defined(__x86_64__)
+#define SPARSE_ATTN_KERNELS_FOR(isa, name)     \
+  (isa == Isa::kAvx512Bf16 ? kAvx512Bf16##name \
+   : isa == Isa::kAvx512   ? kAvx512##name     \
+   : isa == Isa::kAvx2     ? kAvx2##name       \
+                           : kPortable##name)
+#else
+#define SPARSE_ATTN_KERNELS_FOR(isa, name) (static_cast<void>(isa), kPortable##name)
+#endif
+
 }  // namespace sparse_attn

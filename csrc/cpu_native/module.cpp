@@ -8,6 +8,26 @@
 namespace py = pybind11;
 using namespace sparse_attn;
 
+namespace {
+
+// Runs an op without Python's lock. None, or (name of the error, in the second plane, first value,
+// second value).
+template <class Params>
+py::object run(CallStatus (*op)(const Params&), Params& p, int threads, int isa) {
+  p.threads = threads;
+  p.isa = static_cast<Isa>(isa);
+  CallStatus status;
+  {
+    py::gil_scoped_release release;
+    status = op(p);
+  }
+  if (status.error == CallError::kNone) return py::none();
+  return py::make_tuple(kCallErrorNames[static_cast<int>(status.error)], status.in_window,
+                        status.values[0], status.values[1]);
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_cpu_native, m) {
   m.doc() = "Kernels of the backend cpu_native.";
 
@@ -17,16 +37,7 @@ PYBIND11_MODULE(_cpu_native, m) {
          int threads, int isa) -> py::object {
         AttendParams p = attend_params(call, out, lse, static_cast<Format>(q_format),
                                        static_cast<Format>(rope_format));
-        p.threads = threads;
-        p.isa = static_cast<Isa>(isa);
-        CallStatus status;
-        {
-          py::gil_scoped_release release;
-          status = attend(p);
-        }
-        if (status.error == CallError::kNone) return py::none();
-        return py::make_tuple(kCallErrorNames[static_cast<int>(status.error)], status.in_window,
-                              status.values[0], status.values[1]);
+        return run(attend, p, threads, isa);
       },
       "Runs attend. Returns None, or (name of the error, in the window plane, first value, second "
       "value).");
@@ -39,16 +50,7 @@ PYBIND11_MODULE(_cpu_native, m) {
         SelectParams p =
             select_params(call, indices, counts, values, candidate_blocks,
                           static_cast<Format>(q_format), static_cast<Format>(weight_format));
-        p.threads = threads;
-        p.isa = static_cast<Isa>(isa);
-        CallStatus status;
-        {
-          py::gil_scoped_release release;
-          status = select(p);
-        }
-        if (status.error == CallError::kNone) return py::none();
-        return py::make_tuple(kCallErrorNames[static_cast<int>(status.error)], status.in_window,
-                              status.values[0], status.values[1]);
+        return run(select, p, threads, isa);
       },
       "Runs select. Returns as attend does.");
 
@@ -58,16 +60,7 @@ PYBIND11_MODULE(_cpu_native, m) {
          int isa) -> py::object {
         CompressParams p = compress_params(call, latent, static_cast<Format>(row_format),
                                            static_cast<Format>(gate_format));
-        p.threads = threads;
-        p.isa = static_cast<Isa>(isa);
-        CallStatus status;
-        {
-          py::gil_scoped_release release;
-          status = compress(p);
-        }
-        if (status.error == CallError::kNone) return py::none();
-        return py::make_tuple(kCallErrorNames[static_cast<int>(status.error)], status.in_window,
-                              status.values[0], status.values[1]);
+        return run(compress, p, threads, isa);
       },
       "Runs compress. Returns as attend does, with the state for the window plane.");
 

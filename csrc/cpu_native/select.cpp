@@ -18,24 +18,6 @@ namespace {
 // Products of elements below which starting threads costs more than they save.
 constexpr int64_t kLeastWork = 1 << 21;
 
-const SelectKernels& kernels_for(Isa isa) {
-#if defined(__x86_64__)
-  switch (isa) {
-    case Isa::kAvx512Bf16:
-      return kAvx512Bf16SelectKernels;
-    case Isa::kAvx512:
-      return kAvx512SelectKernels;
-    case Isa::kAvx2:
-      return kAvx2SelectKernels;
-    case Isa::kPortable:
-      break;
-  }
-#else
-  (void)isa;
-#endif
-  return kPortableSelectKernels;
-}
-
 int64_t ceil_divide(int64_t x, int64_t by) { return x / by + (x % by != 0); }
 
 int64_t size_of(const EntryRange& range) { return range.high - range.low; }
@@ -242,7 +224,7 @@ class Call {
  public:
   explicit Call(const SelectParams& p)
       : p_(p),
-        kernels_(kernels_for(p.isa)),
+        kernels_(SPARSE_ATTN_KERNELS_FOR(p.isa, SelectKernels)),
         rows_(cut_rows(p)),
         threads_(has_work_for_threads() ? p.threads : 1) {
     for (const Rows& rows : rows_) most_rows_ = std::max(most_rows_, rows.rows);
