@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask
 
-from ... import attend, select
+from ... import attend, layout, select
 from ...checks import InvalidCall, expect
 
 NAME = "sparse_attn"
-FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FORMATS = {getattr(torch, layout.FORMATS[name].dtype): name for name in layout.PLAIN_FORMATS}
 
 FROM_THE_FIRST_SLOT = ("deepseek_v4", "minimax_m3_vl", "minimax_m3_vl_text")
 """Models whose entries or blocks transformers counts from the first slot, a padded one too: their logits are wrong."""

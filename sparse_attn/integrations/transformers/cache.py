@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ... import store
 from ...checks import InvalidCall, expect
 from ...layout import FORMATS as LAYOUTS
-from ...layout import names
+from ...layout import names, pages_for, slot
 from ...serving.pages import PageAllocator
 from .attention import FORMATS, FROM_THE_FIRST_SLOT, NAME, Entries, Rows
 
@@ -52,7 +52,8 @@ class PagedCache(Cache):
             repr(index_format),
         )
         self.config = config
-        self.pages = PageAllocator(-(-tokens // page_size), page_size)
+        self.pages = PageAllocator(pages_for(tokens, page_size), page_size)
+        self._last: tuple[Any, tuple[Tensor, Tensor]] = None, (torch.empty(0), torch.empty(0))
         layers = [PagedLayer(self, format, index_format) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)
 
@@ -70,6 +71,9 @@ class PagedCache(Cache):
 
     def slots(self, batch: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Slots of tokens ``[start, start + count)`` of every sequence, int64 ``[B * count]``, and the page table."""
+        step = batch, start, count, device
+        if self._last[0] == step:  # every layer asks for the same
+            return self._last[1]
         for b in range(batch):
             if not self.pages.known(b):
                 self.pages.add(b)
@@ -77,8 +81,9 @@ class PagedCache(Cache):
         table = torch.tensor([self.pages.page_table(b) for b in range(batch)], dtype=torch.int32, device=device)
         entries = torch.arange(start, start + count, device=device)
         size = self.pages.page_size
-        slots = table[:, entries // size].long() * size + entries % size
-        return slots.flatten(), table
+        slots = slot(table[:, entries // size].long(), entries % size, size)
+        self._last = step, (slots.flatten(), table)
+        return self._last[1]
 
 
 class PagedLayer(CacheLayerMixin):
@@ -101,8 +106,8 @@ class PagedLayer(CacheLayerMixin):
             pages, size = self.cache.pages.pages, self.cache.pages.page_size
             shape = layout.shape(pages, size, rows.shape[1], rows.shape[3])
             new = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=rows.device)
-            scales = layout.scale_dtype and torch.zeros(shape[:3], dtype=torch.half, device=rows.device)
-            return Rows(new, layout.name, scales if layout.scale_dtype else None)  # type: ignore[arg-type]
+            scale = torch.zeros(shape[:3], dtype=torch.half, device=rows.device) if layout.scale_dtype else None
+            return Rows(new, layout.name, scale)
 
         self.key_plane, self.value_plane = plane(key_states, self.format), plane(value_states, self.format)
         self.index_plane = plane(key_states, self.index_format) if self.index_format else None
