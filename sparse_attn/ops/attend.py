@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import layout, library
 from ..checks import (
+    dtype_name,
     expect,
     expect_batch,
     expect_format,
@@ -240,7 +241,7 @@ def facts(a: Attend) -> Call:
         "attend",
         a.q.device.type,
         (
-            ("dtype", str(a.q.dtype).removeprefix("torch.")),
+            ("dtype", dtype_name(a.q.dtype)),
             ("planes", planes),
             ("format", "" if a.kv is None else a.format),
             ("v_format", "" if a.v is None else a.value_format),

@@ -25,7 +25,7 @@ from ..registry import Call
 ROW_DTYPES = ("float32", "bfloat16", "float16")
 MAX_SPAN = 1 << 16
 """Tokens of an entry, by which kernels size their memory."""
-MODEL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MODEL_DTYPES = {name: getattr(torch, layout.FORMATS[name].dtype) for name in layout.PLAIN_FORMATS}
 
 SCHEMA = (
     "Tensor rows, Tensor? gates, Tensor cu_seqlens_q, Tensor seq_lens, Tensor(a!) plane, Tensor page_table, "

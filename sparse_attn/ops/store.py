@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import layout, library
-from ..checks import expect, expect_format, expect_plane, expect_tensor
+from ..checks import dtype_name, expect, expect_format, expect_plane, expect_tensor
 from ..planes import strides_of
 from ..registry import Call
 
@@ -63,7 +63,7 @@ def facts(a: Store) -> Call:
         "store",
         a.rows.device.type,
         (
-            ("dtype", str(a.rows.dtype).removeprefix("torch.")),
+            ("dtype", dtype_name(a.rows.dtype)),
             ("format", a.format),
             ("kv_heads", heads),
             ("dim", dim),

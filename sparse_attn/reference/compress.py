@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import expect
+from ..codecs import DTYPES
 from ..planes import Plane
 from .rows import sequences, where
 
@@ -115,4 +116,4 @@ def rotate(a: Compress, entries: Tensor, x: Tensor) -> Tensor:
 
 def round_to(dtype: str, x: Tensor) -> Tensor:
     """``x`` in float64, rounded to the model's dtype."""
-    return x.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]).double()
+    return x.to(DTYPES[dtype]).double()

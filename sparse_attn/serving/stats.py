@@ -139,8 +139,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Index entries that a selection scores: none where all that may be selected fits."""
+class OfChoice:
+    """What rules of a selection share: they are as regular as it is."""
 
     choice: Choice
 
@@ -151,6 +151,11 @@ class Scored:
     @property
     def period(self) -> int:
         return self.choice.period
+
+
+@dataclass(frozen=True)
+class Scored(OfChoice):
+    """Index entries that a selection scores: none where all that may be selected fits."""
 
     def __call__(self, n: int) -> int:
         choice = self.choice
@@ -159,18 +164,8 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Attended:
+class Attended(OfChoice):
     """Entries of the main plane that a query token attends by a selection."""
-
-    choice: Choice
-
-    @property
-    def settled(self) -> int:
-        return self.choice.settled
-
-    @property
-    def period(self) -> int:
-        return self.choice.period
 
     def __call__(self, n: int) -> int:
         choice, size = self.choice, self.choice.selection.block
