@@ -5,30 +5,35 @@
 #   VLLM_VENV=path  environment with vLLM to use or create for test-engines; default: build/venv-vllm
 #   CUDA_VENV=path  environment of test-cuda-offline to use or create; default: build/venv-cuda
 #   TRITON=spec     the triton that belongs to TORCH
+#   ASCEND_VENV=path  environment of test-ascend-triton to use or create; default: build/venv-ascend
+#   LLVM=path       LLVM and MLIR 19, which test-ascend-triton runs
 PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 VLLM_VENV ?= build/venv-vllm
 TRITON ?= triton==3.7.1
 CUDA_VENV ?= build/venv-cuda
+ASCEND_VENV ?= build/venv-ascend
+LLVM ?= /usr/lib/llvm-19
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Stamps lie in the checkout, one folder per environment, so neither two environments nor two checkouts mix them up.
 STAMPS := build/stamps/$(subst /,_,$(abspath $(VENV)))
 NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
-CXX_FILES = $(shell find csrc examples tests/ascend -name '*.cpp' -o -name '*.h' 2>/dev/null)
+CXX_FILES = $(shell find csrc examples tests/ascend tests/ascend_triton -name '*.cpp' -o -name '*.h' 2>/dev/null)
 BUILD_REQUIRES := "setuptools>=77" "cmake>=3.24" "ninja" "pybind11>=2.12"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-ascend test-engines lint format bench clean
+.PHONY: help demo test test-slow test-ascend test-ascend-triton test-engines lint format bench clean
 
 help:
 	@echo "make demo          run a language model on sparse attention, and write a report"
 	@echo "make test          style, types and the fast tests"
 	@echo "make test-slow     the slow tests and the packaging tests"
 	@echo "make test-ascend   ascend_npu against an emulator of CANN's operators"
+	@echo "make test-ascend-triton  kernels of ascend_triton, as triton-ascend lowers them, on the CPU"
 	@echo "make test-engines  the tests on vLLM, in an environment of its own that takes gigabytes"
 	@echo "make test-cuda-offline  kernels for CUDA, interpreted, and compiled without a device"
 	@echo "make lint          style and types only"
@@ -48,6 +53,21 @@ test-slow: $(STAMPS)/test
 # In a process of its own: it installs a device, whose C++ file takes a minute to compile the first time.
 test-ascend: $(STAMPS)/test
 	PATH=$(BIN):$$PATH $(BIN)/python -m pytest -q tests/ascend $(ARGS)
+
+# An environment of its own, as triton-ascend and triton install the same module.
+test-ascend-triton: $(ASCEND_VENV)/ready
+	@test -x $(LLVM)/bin/mlir-opt -a -x $(LLVM)/bin/clang || \
+	  { echo "LLVM and MLIR 19 are needed: apt install mlir-19-tools clang-19, or LLVM=path"; exit 1; }
+	LLVM_BIN=$(LLVM)/bin OMP_NUM_THREADS=1 PYTHONPATH=.:tests/ascend_triton $(ASCEND_VENV)/bin/python -m pytest -q \
+	  -p launching -k "ascend_triton and not 2_to_the_31" tests/ascend_triton tests/test_merge.py $(ARGS)
+
+# A torch for CUDA brings triton, which triton-ascend replaces. pybind11 is imported but not asked for; numpy 2.3 breaks it.
+$(ASCEND_VENV)/ready:
+	test -x $(ASCEND_VENV)/bin/python || $(PYTHON) -m venv $(ASCEND_VENV)
+	$(ASCEND_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "numpy<2.3" pybind11 pytest hypothesis
+	$(ASCEND_VENV)/bin/python -m pip uninstall --quiet --yes triton
+	$(ASCEND_VENV)/bin/python -m pip install --quiet --disable-pip-version-check triton-ascend==3.2.0 ascendnpu-ir==1.2.0
+	@touch $@
 
 test-engines: $(VLLM_VENV)/package
 	$(VLLM_VENV)/bin/python -m pytest -q tests/engines $(ARGS)
