@@ -4,10 +4,11 @@ step must leave alone."""
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
-from cases import skip_unless
+from cases import skip_unless, skip_where_values_stay_on_the_device
 from compressions import PAGE, REWIND, Line, Sequences, lines
 from test_formats import refused
 
@@ -197,16 +198,17 @@ def test_faults_show(compress_impl) -> None:
     assert wrong[1:3, 0, 3].all() and wrong.sum() == 2
 
 
+def refuses(impl, sentence: str, **changes) -> None:
+    """A call of a line, with such changes, is refused."""
+    s = sequences(next(x for x in lines() if x.of == "DeepSeek V4, ratio 4"), impl)
+    args, kwargs = s.step(s.lengths, s.lengths)
+    a = Compress(*args, **kwargs)._replace(backend=impl.backend, **changes)
+    refused(lambda: torch.ops.sparse_attn.compress(*a[:9], **dict(list(a._asdict().items())[9:])), sentence)
+
+
 def test_refusals(compress_impl) -> None:
-    line = next(x for x in lines() if x.of == "DeepSeek V4, ratio 4")
-
-    def call(sentence: str, leading: dict | None = None, **changes) -> None:
-        s = sequences(line, compress_impl)
-        args, kwargs = s.step(s.lengths, s.lengths)
-        a = Compress(*args, **kwargs)._replace(backend=compress_impl.backend, **(leading or {}), **changes)
-        refused(lambda: torch.ops.sparse_attn.compress(*a[:9], **dict(list(a._asdict().items())[9:])), sentence)
-
-    s = sequences(line, compress_impl)
+    call = partial(refuses, compress_impl)
+    s = sequences(next(x for x in lines() if x.of == "DeepSeek V4, ratio 4"), compress_impl)
     T = sum(s.lengths)
     call("compress: stride: expected 1 to 65536 tokens, got 0", stride=0)
     call("compress: stride: expected 1 to 65536 tokens, got 4611686018427387904", stride=1 << 62)
@@ -232,16 +234,28 @@ def test_refusals(compress_impl) -> None:
         "compress: state_page_table: expected int32 [B, max_pages] where an entry covers 8 tokens, got None",
         state_page_table=None,
     )
+    call("compress: cos_sin: expected an even number of at most 512 columns, got 3", cos_sin=torch.zeros(99, 3))
+    call("compress: dtype: expected one of fp32, bf16, fp16, got 'bfloat16'", dtype="bfloat16")
+    call("compress: max_rewind: expected 0 to 2**31 - 1 tokens, got -1", max_rewind=-1)
+    call(
+        "compress: plane: expected memory that no other argument uses, got overlapping tensors; "
+        "pass a tensor of its own",
+        plane=s.state.view(torch.uint8).flatten()[: 9 * 3 * 584].view(9, 3, 1, 584),
+        state=s.state,
+    )
+
+
+def test_values_that_are_refused(compress_impl) -> None:
+    skip_where_values_stay_on_the_device(compress_impl)
+    call = partial(refuses, compress_impl)
+    s = sequences(next(x for x in lines() if x.of == "DeepSeek V4, ratio 4"), compress_impl)
     call("compress: cos_sin: expected a row for position 32, got 32 positions", cos_sin=s.cos_sin[:32])
     call("compress: cos_sin: expected a row for position 16, got 0 positions", cos_sin=s.cos_sin[:0])
     call(
         f"compress: state_page_table: expected pages from 0 to -1 in sequence 0, got {s.state_table[0, 0]}",
         state=s.state[:0],
     )
-    call("compress: cos_sin: expected an even number of at most 512 columns, got 3", cos_sin=torch.zeros(99, 3))
-    call("compress: dtype: expected one of fp32, bf16, fp16, got 'bfloat16'", dtype="bfloat16")
     call("compress: entries: expected at least 14, which the step completes, got 13", entries=13)
-    call("compress: max_rewind: expected 0 to 2**31 - 1 tokens, got -1", max_rewind=-1)
     call("compress: max_seqlen_q: expected at least 37, got 36", max_seqlen_q=36)
     call("compress: max_seq_len: expected at least 37, got 36", max_seq_len=36)
     call(
@@ -251,12 +265,6 @@ def test_refusals(compress_impl) -> None:
     call(
         f"compress: page_table: expected pages from 0 to {len(s.plane) - 1} in sequence 0, got {len(s.plane)}",
         page_table=torch.full_like(s.table, len(s.plane)),
-    )
-    call(
-        "compress: plane: expected memory that no other argument uses, got overlapping tensors; "
-        "pass a tensor of its own",
-        plane=s.state.view(torch.uint8).flatten()[: 9 * 3 * 584].view(9, 3, 1, 584),
-        state=s.state,
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
+from compressions import Sequences, lines
 
 import sparse_attn
 from sparse_attn import codecs, env, registry
@@ -128,3 +129,82 @@ def test_slots_past_the_plane_are_left_out_and_read_as_nan() -> None:
     assert torch.equal(plane.flatten(0, 1)[4], rows[1]) and (plane == 7).sum() == 5 * 16
     read = sparse_attn.load(plane, torch.tensor([4, 6, -1]), format="fp32", backend="cuda_triton")
     assert torch.equal(read[0], rows[1]) and read[1].isnan().all() and (read[2] == 0).all()
+
+
+@interpreted
+def test_slots_past_a_plane_are_not_converted() -> None:
+    for dst_format in ("fp32", "bf16"):  # moved, and stored anew
+        src, dst = torch.randn(2, 3, 1, 16), torch.full((2, 4, 1, 16), 7.0).to(codecs.DTYPES[dst_format])
+        options = dict(src_format="fp32", dst_format=dst_format, backend="cuda_triton")
+        sparse_attn.convert(src, dst, torch.tensor([5, 6, 1, 2]), torch.tensor([7, 0, 8, -1]), **options)
+        assert torch.equal(dst.flatten(0, 1)[7], src.flatten(0, 1)[5].to(dst.dtype)) and (dst == 7).sum() == 7 * 16
+
+
+def compressed(change=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Entries 2 to 5 of one sequence in a plane of fp32, all of the plane, and their latents; the state has tokens 0 to
+    8. With a ``change`` of the arguments."""
+    s = Sequences(next(x for x in lines() if x.of == "DeepSeek V4, ratio 4"), [24], format="fp32", dim=24)
+    impl = impl_of("compress")
+    s.run(impl, [9], [9])
+    s.plane.zero_()
+    args, kwargs = s.step([24], [15])
+    kwargs["entries"] = 4
+    if change is not None:
+        args = change(args, kwargs) or args
+    latent = sparse_attn.compress(*args, **kwargs, backend=impl.backend)
+    return s.entries()[0][2:], s.plane, latent
+
+
+@interpreted
+def test_what_compress_lacks_is_nan_or_left_out() -> None:
+    clean, _, latents = compressed()
+    assert clean.isfinite().all()
+
+    def no_state(args, kwargs) -> None:
+        table = kwargs["state_page_table"]
+        kwargs["state_page_table"] = torch.where(torch.arange(table.shape[1]) == 1, -1, table)  # tokens 5 to 9
+
+    got, _, _ = compressed(no_state)
+    assert got[0].isnan().all() and got[1].isnan().all() and torch.equal(got[2:], clean[2:])
+
+    def few_angles(args, kwargs) -> None:
+        kwargs["cos_sin"] = kwargs["cos_sin"][:20]  # of entries up to 4, which begins at token 16
+
+    got, _, kept = compressed(few_angles)
+    assert torch.equal(got[:3], clean[:3]) and torch.equal(got[3, :, :-8], clean[3, :, :-8])
+    assert got[3, :, -8:].isnan().all() and torch.equal(kept, latents)
+
+    def few_latents(args, kwargs) -> None:
+        kwargs["entries"] = 3
+
+    got, _, kept = compressed(few_latents)
+    assert torch.equal(got, clean) and torch.equal(kept, latents[:3])
+
+    def no_page(args, kwargs):
+        table = args[5].clone()
+        table[0, 1] = 1 << 30  # of entries 3 to 5
+        return *args[:5], table, *args[6:]
+
+    got, plane, _ = compressed(no_page)
+    assert torch.equal(got[0], clean[0]) and plane.count_nonzero() == clean[0].numel()
+
+
+@interpreted
+def test_impossible_lengths_compress_nothing_from_outside() -> None:
+    for starts in ([1, 15], [0, 99], [-4, 15], [9, 9], [15, 0]):
+
+        def change(args, kwargs, starts=starts):
+            return *args[:2], torch.tensor(starts, dtype=torch.int32), *args[3:]
+
+        _, plane, _ = compressed(change)
+        assert not plane.isinf().any()
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [1, 7, 33, 100])
+def test_compress_takes_any_dimension(dim: int) -> None:
+    for line in (x for x in lines() if x.of in ("DeepSeek V4, ratio 4", "Qwen4, index keys of pools of 16 tokens")):
+        s = Sequences(line, [3 * line.stride + 1], format="fp32", dim=max(dim, 8 if "cos_sin" in line.arguments else 1))
+        s.run(impl_of("compress"), s.lengths, s.lengths)
+        for j, entry in enumerate(s.entries()[0]):
+            assert s.close(entry, s.expected(0, j)[1])

@@ -17,6 +17,8 @@ from sparse_attn.registry import Between, Impl, OneOf
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
+    from sparse_attn.ops.compress import Compress
+    from sparse_attn.ops.convert import Convert
     from sparse_attn.ops.load import Load
     from sparse_attn.ops.merge import Merge
     from sparse_attn.ops.store import Store
@@ -47,6 +49,18 @@ def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     from .attend import attend
 
     attend(a, out, lse)
+
+
+def _compress(a: Compress, latent: Tensor | None) -> None:
+    from .compress import compress
+
+    compress(a, latent)
+
+
+def _convert(a: Convert) -> None:
+    from .convert import convert
+
+    convert(a)
 
 
 def _load(a: Load, out: Tensor) -> None:
@@ -84,6 +98,23 @@ IMPLS = (
         run=_attend,
         # Standard normal inputs. Products of bfloat16 queries round keys, values and weights to bfloat16.
         tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
+        "compress",
+        "cuda_triton",
+        limits={"device": _DEVICES, "dim": Between(1, _WIDEST_STORED)},
+        run=_compress,
+        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
+        "convert",
+        "cuda_triton",
+        limits={"device": _DEVICES, "dim": Between(1, _WIDEST_STORED)},
+        run=_convert,
         priority=10,
         available=_unavailable,
     ),

@@ -14,7 +14,7 @@ from .device import device_of
 from .kernels.attend import attend_kernel
 from .kernels.combine import combine_kernel
 from .planes import Codes, Pages, Rows
-from .schedule import parts_of, shape_of, tile_of
+from .schedule import parts_of, power_of_two, shape_of, tile_of
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
@@ -118,7 +118,7 @@ def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
             HEADS=heads,
             V_DIM=a.v_dim,
             PARTS=parts,
-            PARTS_POWER=1 << (parts - 1).bit_length(),
+            PARTS_POWER=power_of_two(parts),
             BLOCK_D=COMBINE_COLUMNS,
             num_warps=4,
         )
@@ -177,8 +177,8 @@ def _window(a: Attend) -> tuple[Rows, Codes | None]:
     return rows, planes.codes(a.win_format, a.q.shape[2])
 
 
-def _pages(table: Tensor | None, pages: int) -> Pages | None:
-    return None if table is None else Pages(table, table.stride(0), table.shape[1], pages)
+def _pages(table: Tensor | None, count: int) -> Pages | None:
+    return None if table is None else planes.pages(table, count)
 
 
 def _indices(indices: Tensor | None) -> Indices | None:

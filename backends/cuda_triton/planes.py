@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sparse_attn.checks import refuse
@@ -55,6 +56,11 @@ class Pages(NamedTuple):
     pages: int
 
 
+def pages(table: Tensor, count: int) -> Pages:
+    """The page table of a plane of ``count`` pages."""
+    return Pages(table, table.stride(0), table.shape[1], count)
+
+
 def rows(op: str, name: str, data: Tensor, format: str, page_size: int, scale: Tensor | None = None) -> Rows:
     """The parts of a plane. Refuses a packed plane whose numbers are not aligned, which a device cannot load."""
     f = FORMATS[format]
@@ -67,6 +73,23 @@ def rows(op: str, name: str, data: Tensor, format: str, page_size: int, scale: T
         if part != "pad"
     }
     return Rows(parts["values"], parts.get("rope"), parts.get("scales"))
+
+
+def bits(data: Tensor, format: str, page_size: int, scale: Tensor | None = None) -> tuple[Rows, tuple[int, int, int]]:
+    """The parts of a plane as integers, and how many of them an entry and head have of each: what formats of one codec
+    move between orders."""
+    f = FORMATS[format]
+    if f.packed:
+        places = _places(f, data, page_size)
+        found = [places.get(part, (0, 0, 0)) for part in Rows._fields]
+        parts = [Part(data, at, data.stride(0), step, 0) if size else None for at, step, size in found]
+        return Rows(*parts), (found[0][2], found[1][2], found[2][2])
+    values = plain_part(data.view(_INTEGERS[data.element_size()]))
+    scales = None if scale is None else plain_part(scale.view(torch.int16))
+    return Rows(values, None, scales), (data.shape[3], 0, int(scale is not None))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def padding(data: Tensor, format: str, page_size: int) -> tuple[Part | None, int]:

@@ -11,7 +11,7 @@ from sparse_attn.layout import FORMATS
 from . import planes
 from .device import device_of
 from .kernels.rows import load_kernel, store_kernel
-from .schedule import SMALLEST, WIDEST
+from .schedule import SMALLEST, WIDEST, power_of_two
 
 if TYPE_CHECKING:
     from sparse_attn.ops.load import Load
@@ -26,7 +26,7 @@ def load(a: Load, out: Tensor) -> None:
     if count == 0:
         return
     pages, page_size, _ = FORMATS[a.format].paging(a.plane.shape, a.page_size)
-    width = min(max(1 << (dim - 1).bit_length(), SMALLEST), WIDEST)
+    width = min(max(power_of_two(dim), SMALLEST), WIDEST)
     load_kernel[-(-count // LOAD_ROWS), heads](
         *planes.rows("load", "plane", a.plane, a.format, page_size, a.scale),
         a.slots,
@@ -51,7 +51,7 @@ def store(a: Store) -> None:
     pages, page_size, _ = a.paging
     rows, codes = planes.rows("store", "plane", a.plane, a.format, page_size, a.scale), planes.codes(a.format, dim)
     pad, pad_bytes = planes.padding(a.plane, a.format, page_size)
-    width = max(1 << (codes.stored - 1).bit_length(), SMALLEST)
+    width = max(power_of_two(dim), SMALLEST)
     store_kernel[-(-count // STORE_ROWS), heads](
         a.rows,
         a.rows.stride(0),
@@ -64,7 +64,6 @@ def store(a: Store) -> None:
         pad,
         CODES=codes,
         WIDTH=width,
-        GROUPS=width // codes.group if codes.group else 1,
         PAD=pad_bytes,
         BLOCK=STORE_ROWS,
         num_warps=4,

@@ -38,6 +38,11 @@ WIDEST = 256
 """The widest tile of columns."""
 
 
+def power_of_two(n: int) -> int:
+    """The least one that is ``n`` or more."""
+    return 1 << (n - 1).bit_length()
+
+
 @cache
 def shape_of(dim: int, v_dim: int, apart: int | None) -> Shape:
     """Tiles of columns; ``apart`` is the row of the values where they have a plane of their own."""
@@ -52,7 +57,7 @@ def _columns(dim: int) -> tuple[int, int, int]:
     """(width of leading tiles, their number, width of the tail)"""
     lead = max(1 << (dim.bit_length() - 1), SMALLEST)
     rest = dim - lead
-    tail = max(1 << (rest - 1).bit_length(), SMALLEST) if rest > 0 else 0
+    tail = max(power_of_two(rest), SMALLEST) if rest > 0 else 0
     if tail >= lead:
         lead, tail = 2 * lead, 0
     return (lead, 1, tail) if lead <= WIDEST else (lead // 2, 2, tail)
@@ -71,7 +76,7 @@ def tile_of(device: Device, heads: int, shape: Shape, compute_bytes: int, decode
         most = 32
     if shape.leads == 2 and (decoded or compute_bytes == 4):
         most = 16  # beside the decoder and its rows there is no room for more
-    block_h = min(max(1 << (heads - 1).bit_length(), SMALLEST), most)
+    block_h = min(max(power_of_two(heads), SMALLEST), most)
     if compute_bytes == 4:
         return Tile(block_h, 16 if shape.leads == 2 else 32, 4, 2)
     if shape.leads == 1:

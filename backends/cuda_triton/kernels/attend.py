@@ -12,22 +12,10 @@ import triton
 import triton.language as tl
 
 from .decode import row_tile
+from .paging import paged, place_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def sequence_of(cu_seqlens_q, row, batch):
-    """The last sequence that starts at or before ``row``; ``batch`` for padding. It never leaves the array."""
-    low = 0
-    high = batch
-    while low < high:
-        middle = (low + high + 1) // 2
-        starts = tl.load(cu_seqlens_q + middle) <= row
-        low = tl.where(starts, middle, low)
-        high = tl.where(starts, high, middle - 1)
-    return low
 
 
 @triton.jit
@@ -107,7 +95,6 @@ def attend_blocks(
     """
     m, total, acc0, acc1, acc2 = state
     q0, q1, q2 = query
-    table = pages.table + sequence * pages.step
     for block in tl.range(first, last):
         place = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if indices is not None:
@@ -119,18 +106,12 @@ def attend_blocks(
             entry = low + place
             valid = place < count
         entry = tl.where(valid, entry, 0).to(tl.int32)
-        column = entry // PAGE
-        paged = valid & (column < pages.width)
-        page = tl.load(table + column, mask=paged, other=-1)
-        # A page that the plane lacks is not read. It makes the row NaN, so that the fault is seen.
-        paged = paged & (page >= 0) & (page < pages.pages)
-        page = page.to(tl.int64)
-        offset = (entry % PAGE).to(tl.int64)
-        k0 = row_tile(k, k_rope, k_scales, page, offset, kv_head, paged, KEY, 0, SHAPE.lead, HARDWARE_FP8, COMPUTE)
+        page, offset, there = paged(pages, sequence, entry, valid, PAGE)
+        k0 = row_tile(k, k_rope, k_scales, page, offset, kv_head, there, KEY, 0, SHAPE.lead, HARDWARE_FP8, COMPUTE)
         score = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         if SHAPE.leads == 2:
             k1 = row_tile(
-                k, k_rope, k_scales, page, offset, kv_head, paged, KEY, SHAPE.lead, SHAPE.lead, HARDWARE_FP8, COMPUTE
+                k, k_rope, k_scales, page, offset, kv_head, there, KEY, SHAPE.lead, SHAPE.lead, HARDWARE_FP8, COMPUTE
             )
             score = tl.dot(q1, tl.trans(k1), score, input_precision="ieee")
         if SHAPE.tail > 0:
@@ -141,7 +122,7 @@ def attend_blocks(
                 page,
                 offset,
                 kv_head,
-                paged,
+                there,
                 KEY,
                 SHAPE.leads * SHAPE.lead,
                 SHAPE.tail,
@@ -150,7 +131,8 @@ def attend_blocks(
             )
             score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee")
         score = tl.where(valid[None, :], score * scale, float("-inf"))
-        score = tl.where((valid & (paged == 0))[None, :], float("nan"), score)
+        # a page that is not there makes the row NaN, so that the fault is seen
+        score = tl.where((valid & (there == 0))[None, :], float("nan"), score)
         largest = tl.maximum(m, tl.max(score, 1))
         # 0 for -inf: where nothing was attended yet, exp2 must not see inf - inf
         floor = tl.where(largest == float("-inf"), 0.0, largest)
@@ -163,7 +145,7 @@ def attend_blocks(
             v0 = k0
         else:
             v0 = row_tile(
-                v, v_rope, v_scales, page, offset, kv_head, paged, VALUE, 0, SHAPE.v_lead, HARDWARE_FP8, COMPUTE
+                v, v_rope, v_scales, page, offset, kv_head, there, VALUE, 0, SHAPE.v_lead, HARDWARE_FP8, COMPUTE
             )
         acc0 = tl.dot(weight, v0, acc0 * decay[:, None], input_precision="ieee")
         if SHAPE.v_leads == 2:
@@ -177,7 +159,7 @@ def attend_blocks(
                     page,
                     offset,
                     kv_head,
-                    paged,
+                    there,
                     VALUE,
                     SHAPE.v_lead,
                     SHAPE.v_lead,
@@ -196,7 +178,7 @@ def attend_blocks(
                     page,
                     offset,
                     kv_head,
-                    paged,
+                    there,
                     VALUE,
                     SHAPE.v_leads * SHAPE.v_lead,
                     SHAPE.v_tail,
@@ -272,11 +254,7 @@ def attend_kernel(
     kv_head = (group * KV_HEADS // GROUPS).to(tl.int64)
     index_head = (group * INDEX_HEADS // GROUPS).to(tl.int64)
 
-    sequence = sequence_of(cu_seqlens_q, row, batch)
-    live = sequence < batch
-    length = tl.load(seq_lens + sequence, mask=live, other=0)
-    position = length - (tl.load(cu_seqlens_q + sequence + 1, mask=live, other=0) - row)
-    live = live & (position >= 0)
+    sequence, length, position, live = place_of(cu_seqlens_q, seq_lens, row, batch)
 
     nothing = row * 0
     win_low, win_high, win_chosen, win_count = nothing, nothing, None, nothing

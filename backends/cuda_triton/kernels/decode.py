@@ -36,18 +36,30 @@ def e2m1_numbers(codes):
 
 
 @triton.jit
+def typed(part, TYPE: tl.constexpr):
+    """Pointer to the numbers of a part. Those of 8 bits and fewer, but for int8, are bytes; ``""`` is as they are."""
+    if TYPE == "fp32":
+        return part.data.to(tl.pointer_type(tl.float32))
+    elif TYPE == "bf16":
+        return part.data.to(tl.pointer_type(tl.bfloat16))
+    elif TYPE == "fp16":
+        return part.data.to(tl.pointer_type(tl.float16))
+    elif TYPE == "int8":
+        return part.data.to(tl.pointer_type(tl.int8))
+    else:
+        return part.data
+
+
+@triton.jit
 def scale_numbers(part, at, mask, SCALE: tl.constexpr, HARDWARE_FP8: tl.constexpr):
     """Scales of any type as float32; where masked, of some finite value."""
+    stored = tl.load(typed(part, SCALE) + at, mask=mask, other=0)
     if SCALE == "e8m0":
-        return e8m0_numbers(tl.load(part.data + at, mask=mask, other=0))
+        return e8m0_numbers(stored)
     elif SCALE == "e4m3":
-        return e4m3_numbers(tl.load(part.data + at, mask=mask, other=0), HARDWARE_FP8)
-    elif SCALE == "fp32":
-        return tl.load(part.data.to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0)
-    elif SCALE == "bf16":
-        return tl.load(part.data.to(tl.pointer_type(tl.bfloat16)) + at, mask=mask, other=0).to(tl.float32)
+        return e4m3_numbers(stored, HARDWARE_FP8)
     else:
-        return tl.load(part.data.to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0).to(tl.float32)
+        return stored.to(tl.float32)
 
 
 @triton.jit
@@ -73,13 +85,11 @@ def stored_tile(
     else:
         column = START + tl.arange(0, WIDTH)
         mask = valid[:, None] & (column[None, :] < CODES.stored)
+        stored = tl.load(typed(part, CODES.element) + at[:, None] + column[None, :], mask=mask, other=0)
         if CODES.element == "e4m3":
-            return e4m3_numbers(tl.load(part.data + at[:, None] + column[None, :], mask=mask, other=0), HARDWARE_FP8)
-        elif CODES.element == "int8":
-            data = part.data.to(tl.pointer_type(tl.int8))
-            return tl.load(data + at[:, None] + column[None, :], mask=mask, other=0).to(tl.float32)
+            return e4m3_numbers(stored, HARDWARE_FP8)
         else:
-            return tl.load(part.data + at[:, None] + column[None, :], mask=mask, other=0)
+            return stored
 
 
 @triton.jit
@@ -88,10 +98,7 @@ def rope_tile(part, at, valid, CODES: tl.constexpr, START: tl.constexpr, WIDTH: 
     column = START + tl.arange(0, WIDTH)
     mask = valid[:, None] & ((column >= CODES.stored) & (column < CODES.dim))[None, :]
     within = at[:, None] + (column - CODES.stored)[None, :]
-    if CODES.rope == "bf16":
-        return tl.load(part.data.to(tl.pointer_type(tl.bfloat16)) + within, mask=mask, other=0)
-    else:
-        return tl.load(part.data + within, mask=mask, other=0)
+    return tl.load(typed(part, CODES.rope) + within, mask=mask, other=0)
 
 
 @triton.jit

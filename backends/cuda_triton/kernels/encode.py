@@ -1,9 +1,12 @@
-"""Device code: numbers to the bytes of a plane, bit for bit as the reference. Rounds to nearest, ties to even."""
+"""Device code: rows in registers to the bytes of a plane, bit for bit as the reference. Rounds to nearest, ties to
+even."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .decode import row_start, typed
 
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 ROUNDS = tl.constexpr(12582912.0)
@@ -97,3 +100,75 @@ def quantised(groups, ELEMENT: tl.constexpr, SCALE: tl.constexpr):
     usable = (scale > 0) & (scale < float("inf"))
     stored = tl.div_rn(groups, tl.where(usable, scale, 1.0)[:, :, None])
     return tl.where(usable[:, :, None], stored, 0.0), scale
+
+
+@triton.jit
+def put_scales(part, at, scale, mask, SCALE: tl.constexpr):
+    """Scales ``[N, G]`` in their type."""
+    if SCALE == "e8m0":
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = tl.where(scale == scale, bits >> 23, 255).to(tl.uint8)
+    elif SCALE == "e4m3":
+        scale = e4m3_codes(scale)
+    to = typed(part, SCALE)
+    tl.store(to + at, scale.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def put_elements(part, at, stored, mask, CODES: tl.constexpr):
+    """Elements ``[N, WIDTH]`` in their type."""
+    WIDTH: tl.constexpr = stored.shape[1]
+    column = tl.arange(0, WIDTH)
+    cell = at[:, None] + column[None, :]
+    mask = mask[:, None] & (column < CODES.stored)[None, :]
+    if CODES.element == "e4m3":
+        tl.store(part.data + cell, e4m3_codes(stored), mask=mask)
+    elif CODES.element == "int8":
+        tl.store(typed(part, "int8") + cell, rounded(stored).to(tl.int8), mask=mask)
+    else:
+        ROWS: tl.constexpr = stored.shape[0]
+        HALF: tl.constexpr = WIDTH // 2
+        codes = e2m1_codes(stored) if CODES.element == "e2m1" else (rounded(stored).to(tl.int32) & 15).to(tl.uint8)
+        low, high = tl.split(tl.reshape(codes, (ROWS, HALF, 2)))
+        pair = tl.arange(0, HALF)
+        # a pair lies where its first element would, counted in bytes
+        half_mask = tl.max(tl.reshape(mask.to(tl.int32), (ROWS, HALF, 2)), 2) > 0
+        tl.store(part.data + at[:, None] + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=half_mask)
+
+
+@triton.jit
+def put_zeros(pad, page, offset, head, mask, PAD: tl.constexpr):
+    """The bytes of entries that hold nothing, 64 at most."""
+    if pad is not None:
+        byte = tl.arange(0, 64)
+        at = row_start(pad, page, offset, head)[:, None] + byte[None, :]
+        zeros = tl.zeros((page.shape[0], 64), tl.uint8)
+        tl.store(pad.data + at, zeros, mask=mask[:, None] & (byte < PAD)[None, :])
+
+
+@triton.jit
+def put_rows(values, rope, scales, pad, page, offset, head, mask, rows, CODES: tl.constexpr, PAD: tl.constexpr):
+    """Write float32 ``rows [N, WIDTH]`` to ``page``, ``offset`` (``[N]``) of a plane, where ``mask``ed in. WIDTH is a
+    power of two, from the row's elements on; columns past these are 0."""
+    ROWS: tl.constexpr = rows.shape[0]
+    WIDTH: tl.constexpr = rows.shape[1]
+    column = tl.arange(0, WIDTH)
+    at = row_start(values, page, offset, head)
+    if CODES.scale == "":
+        numbers = rows.to(values.data.dtype.element_ty)
+        tl.store(
+            values.data + at[:, None] + column[None, :], numbers, mask=mask[:, None] & (column < CODES.dim)[None, :]
+        )
+    else:
+        GROUP: tl.constexpr = CODES.group if CODES.group else WIDTH
+        GROUPS: tl.constexpr = WIDTH // GROUP
+        stored, scale = quantised(tl.reshape(rows, (ROWS, GROUPS, GROUP)), CODES.element, CODES.scale)
+        put_elements(values, at, tl.reshape(stored, (ROWS, WIDTH)), mask, CODES)
+        group = tl.arange(0, GROUPS)
+        scale_at = row_start(scales, page, offset, head)[:, None] + group[None, :]
+        put_scales(scales, scale_at, scale, mask[:, None] & (group * GROUP < CODES.stored)[None, :], CODES.scale)
+    if CODES.rope == "bf16":
+        rope_at = row_start(rope, page, offset, head)[:, None] + (column - CODES.stored)[None, :]
+        in_rope = ((column >= CODES.stored) & (column < CODES.dim))[None, :]
+        tl.store(typed(rope, "bf16") + rope_at, rows.to(tl.bfloat16), mask=mask[:, None] & in_rope)
+    put_zeros(pad, page, offset, head, mask, PAD)
