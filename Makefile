@@ -137,8 +137,10 @@ $(VLLM_VENV)/engine:
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
-$(VLLM_VENV)/package: $(VLLM_VENV)/engine pyproject.toml setup.py
-	SPARSE_ATTN_NO_NATIVE=1 $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+# With the native modules: the engine runs on them.
+$(VLLM_VENV)/package: $(VLLM_VENV)/engine pyproject.toml $(NATIVE)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD_REQUIRES)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 
 # A CUDA build of torch has brought its own triton, which must not be installed twice.
 $(STAMPS)/triton: | $(STAMPS)/test

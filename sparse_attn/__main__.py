@@ -15,7 +15,7 @@ COMMANDS = {
     "metrics": ("metrics", "main", "what is exported to Prometheus: [--dashboard | --alerts] [--model NAME]"),
     "calibrate": ("calibrate", "main", "coefficients of a step's time from measured steps, and the knee: FILE"),
     "crossover": ("calibrate", "main_crossover", "dense against sparse over length, from measured calls: FILE --k N"),
-    "support": ("support", "main", "what each kernel can do: [OP] [--json | --markdown]"),
+    "support": ("support", "main", "what each kernel can do: [OP] [--json | --markdown], or --engines"),
     "demo": ("demo", "main", "a language model on sparse attention, and a report"),
 }
 NEED_TORCH = ("support", "demo")

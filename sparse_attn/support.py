@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from . import doctor, registry
+from .integrations import capabilities
 from .registry import Impl, Limit, OneOf
 
 TITLE = """# Support
@@ -82,7 +83,11 @@ def main(argv: list[str] | None = None) -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print as JSON")
     form.add_argument("--markdown", action="store_true", help="print docs/support.md")
+    form.add_argument("--engines", action="store_true", help="print what the integrations of engines run instead")
     options = parser.parse_args(argv)
+    if options.engines:
+        print(capabilities.markdown())
+        return 0
     ops = {op: list(registry.implementations(op)) for op in known if options.op in (None, op)}
     if options.markdown:
         print(markdown(ops), end="")

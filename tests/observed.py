@@ -60,6 +60,9 @@ class Scheduler:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=layers)])
         self.updates: list[Any] = []
 
+    def schedule(self) -> Any:
+        return outputs()[len(self.updates)]
+
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> str:
         self.updates.append((scheduler_output, model_output))
         return "outputs"

@@ -13,6 +13,7 @@ from queries import Samples, resolve
 
 from sparse_attn.__main__ import main
 from sparse_attn.models import PRESETS, Model, Selection, dense, mla
+from sparse_attn.serving.admission import Decision
 from sparse_attn.serving.dashboard import alerts, dashboard, decode_ratio, to_yaml
 from sparse_attn.serving.exposition import parse
 from sparse_attn.serving.metrics import COMMON, MARGIN, METRICS, PLANES, Exporter, crossover
@@ -135,6 +136,7 @@ def everything() -> Samples:
             observer.step(batch)
         observer.finish("a"), observer.finish("b")
         exporter.kernels(0.1, 0.2)
+        exporter.decision(Decision("a", False, "hold", "compute", 0.5, 1.2), "enforce")
     return parse(prometheus_client.generate_latest(registry).decode())
 
 

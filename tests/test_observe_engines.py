@@ -242,7 +242,12 @@ def test_engines_find_the_hooks() -> None:
     """What pyproject.toml says is there, whether or not the package is installed."""
     tomllib = pytest.importorskip("tomllib")
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert set(groups) == {"vllm.general_plugins", "sglang.srt.plugins", "ms_service_metric.providers"}
+    assert set(groups) == {
+        "vllm.general_plugins",
+        "vllm.platform_plugins",
+        "sglang.srt.plugins",
+        "ms_service_metric.providers",
+    }
     for group, entries in groups.items():
         for name, target in entries.items():
             assert callable(metadata.EntryPoint(name, target, group).load())

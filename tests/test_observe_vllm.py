@@ -16,7 +16,7 @@ import pytest
 from observed import INDEXED, LLAMA, STEPS, V32, Scheduler, computed, exported, outputs, registry, value
 
 from sparse_attn import env
-from sparse_attn.integrations import vllm as hook
+from sparse_attn.integrations.vllm import observe as hook
 
 __all__ = ["registry"]
 

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from ..serving.metrics import kinds
 from ..serving.observer import Observer
-from . import vllm
 from .observing import guarded
+from .vllm import observe
 
 PAIRS, RATIO, OVERHEAD = (
     "sparse_attn:kv_pairs",
@@ -51,8 +51,8 @@ def _record(scheduler: Any, output: Any) -> None:
     from ms_service_metric.provider_api import MetricType, get_metric_recorder
 
     if scheduler not in _observers:
-        _observers[scheduler] = vllm.watch(scheduler, export=False)
-    found = vllm.note(_observers[scheduler], output)
+        _observers[scheduler] = observe.watch(scheduler, export=False)
+    found = observe.note(_observers[scheduler], output)
     if found is None:
         return
     recorder = get_metric_recorder()

@@ -87,6 +87,22 @@ def _panels(model: Model | None, context: int) -> list[dict[str, Any]]:
             "s",
             {rate("sparse_attn_kernel_seconds_total", "part"): "{{part}}"},
         ),
+        _panel(
+            "timeseries",
+            "Admission: decisions a second",
+            "short",
+            {
+                rate(
+                    "sparse_attn_admission_decisions_total", "mode, verdict, reason"
+                ): "{{verdict}}: {{reason}} ({{mode}})"
+            },
+        ),
+        _panel(
+            "timeseries",
+            "Admission: memory and compute, with the last request",
+            "percentunit",
+            {f"sparse_attn_admission_{what}_ratio{{{CHOSEN}}}": what for what in ("memory", "compute")},
+        ),
     ]
 
 

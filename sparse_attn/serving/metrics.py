@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..models import Model, dense
+from .admission import Decision
 from .stats import Counter, Counts, StepStats
 
 MARGIN = 0.2
@@ -87,6 +88,18 @@ METRICS = {
             "counter",
             "Layers that were run, by path; the reason is the plan, or the engine where it has no sparse kernels.",
             ("path", "reason"),
+        ),
+        Metric(
+            "sparse_attn_admission_decisions_total",
+            "counter",
+            "Requests that the admission rule decided on, once for each change of its decision.",
+            ("mode", "verdict", "reason"),
+        ),
+        Metric("sparse_attn_admission_memory_ratio", "gauge", "Pages in use with the request last decided on, of all."),
+        Metric(
+            "sparse_attn_admission_compute_ratio",
+            "gauge",
+            "Predicted time of a step with the request last decided on, of its budget.",
         ),
         Metric(
             "sparse_attn_build_info", "gauge", "1, labelled by version and the plan that counts.", ("version", "plan")
@@ -196,6 +209,13 @@ class Exporter:
         self._add("sparse_attn_kernel_seconds_total", attend, "attend")
         share = select / (select + attend) if select + attend else 0.0
         self._child("sparse_attn_selection_overhead_ratio", "measured").set(share)
+
+    def decision(self, decision: Decision, mode: str) -> None:
+        """Add a decision of the admission rule."""
+        self._add("sparse_attn_admission_decisions_total", 1, mode, decision.verdict, decision.reason)
+        self._child("sparse_attn_admission_memory_ratio").set(decision.memory)
+        if decision.compute is not None:
+            self._child("sparse_attn_admission_compute_ratio").set(decision.compute)
 
     def _add(self, name: str, amount: float, *values: str) -> None:
         if amount:

@@ -42,7 +42,7 @@ class Observer:
         self.crossover = crossover(self.model)
         self.stats = Stats(dense(self.model), drafts=drafts, formats=formats) if runs_dense else plan
         self._plan = plan if runs_dense else None
-        self._exporter, self._records = exporter, records
+        self.exporter, self._records = exporter, records
         selecting = sum(layer.selection is not None for layer in self.model.layers)
         others = len(self.model.layers) - selecting
         paths = {("dense", "plan"): others, ("dense", "engine") if runs_dense else ("sparse", "plan"): selecting}
@@ -56,10 +56,10 @@ class Observer:
         if self._plan:
             self._plan.step(batch)
         self._lengths.update({request: after for request, (_, after) in batch.items()})
-        if self._exporter:
-            self._exporter.step(found)
+        if self.exporter:
+            self.exporter.step(found)
             for (path, reason), number in self._layers.items():
-                self._exporter.layers(path, reason, number)
+                self.exporter.layers(path, reason, number)
         if self._records:
             facts = {} if seconds is None else {"seconds": seconds}
             self._records.write("step", found, **facts)
@@ -71,8 +71,8 @@ class Observer:
         plan = self._plan.finish(request) if self._plan else found
         tokens = self._lengths.pop(request)
         past = self.crossover is not None and tokens >= self.crossover
-        if self._exporter:
-            self._exporter.request(found.effective_kv_ratio, plan.effective_kv_ratio, past)
+        if self.exporter:
+            self.exporter.request(found.effective_kv_ratio, plan.effective_kv_ratio, past)
         if self._records:
             facts = dict(tokens=tokens, configured_kv_ratio=plan.effective_kv_ratio, past_crossover=past)
             self._records.write("request", found, request=str(request), **facts)

@@ -67,7 +67,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from sparse_attn.integrations import vllm as hook
+    from sparse_attn.integrations.vllm import observe as hook
 
     steps: list[dict[str, Any]] = []
     cost = dict(steps=0, seconds=0.0)

@@ -7,12 +7,14 @@ what a step computed is counted from the scheduler's output, after the step. No 
 from __future__ import annotations
 
 import functools
+import time
+from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
-from ..serving.observer import Observer
-from ..serving.stats import Span, StepStats
-from .observing import guarded, observer
+from ...serving.observer import Observer
+from ...serving.stats import Span, StepStats
+from ..observing import guarded, observer
 
 
 def register() -> None:
@@ -51,24 +53,56 @@ def watch(scheduler: Any, export: bool = True) -> Observer:
 
 def attach(scheduler: Any) -> None:
     """Observe the steps of a scheduler."""
-    count = guarded(functools.partial(note, watch(scheduler)))
-    update = scheduler.update_from_output
+    scheduler.sparse_attn_observer = watch(scheduler)
+    count, clock = guarded(functools.partial(note, scheduler.sparse_attn_observer)), Clock()
+    schedule, update = scheduler.schedule, scheduler.update_from_output
+
+    @functools.wraps(schedule)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        clock.start(output)
+        return output
 
     @functools.wraps(update)
     def update_from_output(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = update(scheduler_output, *args, **kwargs)
-        count(scheduler_output)
+        count(scheduler_output, clock.stop(scheduler_output))
         return outputs
 
-    scheduler.update_from_output = update_from_output
+    scheduler.schedule, scheduler.update_from_output = timed, update_from_output
 
 
-def note(found: Observer, output: Any) -> StepStats | None:
+def observer_of(scheduler: Any) -> Observer | None:
+    """The observer that is attached to a scheduler, if one is."""
+    return getattr(scheduler, "sparse_attn_observer", None)
+
+
+class Clock:
+    """Seconds of a step: from when it was scheduled to its outputs, without the time of the step before it."""
+
+    def __init__(self) -> None:
+        self._begun: deque[tuple[Any, float]] = deque()
+        self._end = 0.0
+
+    def start(self, output: Any) -> None:
+        self._begun.append((output, time.perf_counter()))
+
+    def stop(self, output: Any) -> float | None:
+        """None if the step was not seen to start."""
+        while self._begun:
+            started, at = self._begun.popleft()
+            if started is output:
+                begin, self._end = max(at, self._end), time.perf_counter()
+                return self._end - begin
+        return None
+
+
+def note(found: Observer, output: Any, seconds: float | None = None) -> StepStats | None:
     """Count what a ``SchedulerOutput`` had the model compute, if anything, and the requests that have finished."""
     for request in output.finished_req_ids:
         if request in found:
             found.finish(request)
-    return found.step(spans(output)) if output.num_scheduled_tokens else None
+    return found.step(spans(output), seconds) if output.num_scheduled_tokens else None
 
 
 def spans(output: Any) -> dict[Hashable, Span]:

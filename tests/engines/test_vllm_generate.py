@@ -1,0 +1,110 @@
+"""vLLM's engine on this package's kernels: greedy tokens are those of transformers; and its scheduler with admission.
+
+Every run computes prompts in chunks, finds one of them in cached pages, and preempts requests. `make test-engines`
+makes an environment with vLLM and runs this. Elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_attn.serving.exposition import parse
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here: `make test-engines` makes an environment with it", allow_module_level=True)
+
+HERE = Path(__file__).parent
+CUSTOM = dict(attention_config=dict(backend="CUSTOM"))
+LATENT = dict(num_gpu_blocks_override=32, attention_config=dict(indexer_kv_dtype="bf16"))
+PACKED = dict(num_gpu_blocks_override=32, dtype="bfloat16", kv_cache_dtype="fp8_ds_mla")
+SCHEDULER = "sparse_attn.integrations.vllm.scheduler.SparseAttnScheduler"
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", SPARSE_ATTN_LOG="choice")
+    command = [sys.executable, str(HERE / script), *arguments]
+    return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def folder(model: str) -> tuple[Path, list[list[int]]]:
+        path = tmp_path_factory.mktemp(model)
+        done = run("vllm_models.py", str(path), model)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return path, json.loads(done.stdout.splitlines()[-1])
+
+    return folder
+
+
+def generate(folder: Path, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    done = run("vllm_generate.py", str(folder), json.dumps(options))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def value(metrics: str, name: str, **labels: str) -> float:
+    found = [v for n, had, v in parse(metrics) if n == name and {k: had.get(k) for k in labels} == labels]
+    return sum(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "path"),
+    [
+        ("qwen3", CUSTOM, "dense"),
+        ("mistral", CUSTOM, "dense"),
+        ("deepseek_v32", LATENT, "sparse"),
+        ("glm_moe_dsa", LATENT, "sparse"),
+    ],
+)
+def test_tokens_are_those_of_transformers(folders: Any, model: str, options: dict[str, Any], path: str) -> None:
+    folder, expected = folders(model)
+    found, said = generate(folder, options)
+    assert found["tokens"] == expected
+    assert "sparse_attn: attend runs on cpu_native" in said
+    assert ("sparse_attn: select runs on cpu_native" in said) == (path == "sparse")
+    metrics = found["metrics"]
+    assert value(metrics, "sparse_attn_dispatch_total", path=path, reason="plan") > 0
+    assert found["preempted"] > 0
+    assert found["cached_tokens"] > 0
+
+
+def test_packed_rows_and_index_keys_as_released(folders: Any) -> None:
+    """Rows of 656 bytes and keys of 132: rounded, so that tokens of a random model soon differ."""
+    folder, expected = folders("deepseek_v32_released")
+    found, said = generate(folder, PACKED)
+    assert "sparse_attn: attend runs on cpu_native" in said
+    assert [len(tokens) for tokens in found["tokens"]] == [len(tokens) for tokens in expected]
+    same = sum(a[0] == b[0] for a, b in zip(found["tokens"], expected, strict=True))
+    assert same >= 3  # of 7, where 1 of 512 is chance
+
+
+def test_a_cache_that_does_not_fit_the_model_is_refused_at_load(folders: Any) -> None:
+    folder, _ = folders("deepseek_v32")
+    done = run("vllm_generate.py", str(folder), json.dumps(PACKED))
+    assert done.returncode
+    assert "the main plane in fp8_v32: expected rows of 576 elements, got 96" in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["off", "observe", "enforce"])
+def test_admission_with_vllms_own_kernels(folders: Any, tmp_path: Path, mode: str) -> None:
+    folder, expected = folders("qwen3")
+    profile = dict(step=1e-3, token=1e-5, scored=1e-9, attended=1e-7, device="cpu, qwen3, auto")
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    asked = dict(mode=mode, budget=1.2e-3, profile=str(tmp_path / "profile.json"))
+    options = dict(scheduler_cls=SCHEDULER, additional_config=dict(sparse_attn=dict(admission=asked)))
+    found, _ = generate(folder, options)
+    assert found["tokens"] == expected
+    held = value(found["metrics"], "sparse_attn_admission_decisions_total", mode=mode, verdict="hold")
+    assert (held > 0) == (mode != "off")
+    assert (found["most_running"] == 1) == (mode == "enforce")
