@@ -1,8 +1,9 @@
 """What selection and formats cost a real model: perplexity and retrieval of SmolLM2-135M-Instruct at 8K tokens.
 
 Every layer selects, for every token and KV head. `decode`: a prompt of 7,680 tokens is read densely, then 512 tokens,
-each of which selects as if it were decoded by itself. `steps`: the first 64 of them one at a time. `prefill`: all 8,192
-tokens select; those from 4,096 on are scored. `needle`: sentences hidden in a prompt, asked for after it, as `decode`.
+each of which selects as if it were decoded by itself. `decode N`: the same tokens, N with those of the prompt that are
+nearest. `steps`: the first 64 of them one at a time. `prefill`: all 8,192 tokens select; those from 4,096 on are
+scored. `needle`: sentences hidden in a prompt, asked for after it, as `decode`.
 Planes hold the values that a format gives back (`store`, then `load`), in float32: what reading the format gives.
 Each cell appends a line to RESULTS, and is skipped if its line is there.
 Run: python benchmarks/quality.py RESULTS [--work FOLDER] [--minutes N] [--only TEXT] [--table [--against SETTING]]
@@ -27,10 +28,13 @@ from torch.nn.functional import cross_entropy
 from sparse_attn import attend, layout, load, select, store
 from sparse_attn.demo import model
 from sparse_attn.demo.selection import Budget
+from sparse_attn.quality.tasks import encode, needles
 
 CONTEXT, PROMPT, SCORED = 8192, 7680, 4096
 PAGE = 64
 CHUNKS = {"prefill": 512, "decode": 128, "steps": 1, "needle": 64}
+AS_INT4 = {8192: 3356, 4096: 1678, 2048: 839}
+"""Tokens in int8 with an int4 index that take the bytes of so many tokens in int4: 68 of 166 bytes a row and head."""
 STEPS = 64
 WINDOWS = 16
 """Losses are reported as means of so many windows of equal length: their spread gives the standard error."""
@@ -244,18 +248,6 @@ def texts(name: str) -> str:
 SKIP = {"topics": 20_000, "licences": 3_000, "argparse": 2_000}
 """Tokens to leave out at the beginning of each text."""
 
-FACTS = (
-    ("Grandmother Philippa hid the emerald necklace under the", " crooked apple tree"),
-    ("Captain Orsini steered his submarine towards the", " frozen lighthouse"),
-    ("For breakfast, Quentin always eats", " pickled walnuts"),
-    ("The zebra of the travelling circus is called", " Bartholomew"),
-    ("The password of the observatory is", " velvet trombone"),
-    ("Doctor Nakamura lost her umbrella in", " Copenhagen"),
-    ("Nobody in Harrowgate may whistle on a", " Wednesday morning"),
-    ("Uncle Thaddeus repairs broken", " accordions"),
-)
-"""Sentences to hide, and how they end: unlike each other, as a model of this size mixes up those that are alike."""
-
 
 @dataclass
 class Material:
@@ -271,36 +263,27 @@ class Material:
     """Nats of the dense prefill."""
 
 
-def needles(tokenizer: Any, filler: Tensor) -> tuple[Tensor, list[Tensor], list[int]]:
-    """A prompt of `PROMPT` tokens in which every fact is hidden; the facts again, and how long their ends are."""
-    hidden = [encode(tokenizer, f"\n\n{begin}{end}.\n\n") for begin, end in FACTS]
-    rest = PROMPT - sum(map(len, hidden))
-    parts = filler[:rest].tensor_split([int(rest * (n + 0.5) / len(FACTS)) for n in range(len(FACTS))])
-    prompt = torch.cat([t for pair in zip(parts, hidden, strict=False) for t in pair] + [parts[-1]])
-    questions = [encode(tokenizer, f"\n\n{begin}{end}") for begin, end in FACTS]
-    return prompt, questions, [len(encode(tokenizer, end)) for _, end in FACTS]
-
-
-def encode(tokenizer: Any, text: str) -> Tensor:
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 def material(llama: Any, tokenizer: Any, phase: str, text: str, work: Path) -> Material:
     """What a cell reads. Kept in `work`, as the dense prefill takes minutes."""
-    kind = "needle" if phase == "needle" else "text"
+    kind = "needle" if phase == "needle" else f"text-{phase[7:]}" if phase.startswith("decode ") else "text"
     path = work / f"{kind}-{text}.pt"
     if path.is_file():
         return Material(**torch.load(path))
-    tokens = encode(tokenizer, texts(text))[SKIP[text] :]
+    tokens = torch.tensor(encode(tokenizer, texts(text))[SKIP[text] :])
     if kind == "needle":
-        prompt, rest, answers = needles(tokenizer, tokens)
+        task = needles(tokenizer, tokens.tolist(), PROMPT)
+        prompt = torch.tensor(task.prompt)
+        rest = [torch.tensor(question.tokens) for question in task.questions]
+        answers = [question.answer for question in task.questions]
     else:
-        prompt, rest, answers = tokens[: CONTEXT + 1], [tokens[PROMPT : CONTEXT + 1]], [0]
+        first = CONTEXT - int(phase[7:]) if phase.startswith("decode ") else 0
+        prompt, rest, answers = tokens[first : CONTEXT + 1], [tokens[PROMPT : CONTEXT + 1]], [0]
     cache = Cache(llama.config, Setting(), CONTEXT)
-    found = losses(llama, cache, prompt, SCORED, CHUNKS["prefill"])
+    found = losses(llama, cache, prompt, min(SCORED, len(prompt) - 513), CHUNKS["prefill"])
     if kind == "needle":
         forward(llama, cache, prompt[-1:], 1)
-    made = Material(cache.raw[:, :PROMPT].clone(), cache.values[:, :PROMPT].clone(), rest, answers, found)
+    length = len(prompt) - len(rest[0]) if kind != "needle" else PROMPT
+    made = Material(cache.raw[:, :length].clone(), cache.values[:, :length].clone(), rest, answers, found)
     torch.save(vars(made), path)
     return made
 
@@ -312,7 +295,7 @@ def measure(llama: Any, tokenizer: Any, phase: str, text: str, setting: Setting,
         if setting == Setting():
             return windows(made.losses) | {"pairs": 1.0}
         cache = Cache(llama.config, setting, CONTEXT)
-        tokens = encode(tokenizer, texts(text))[SKIP[text] :][: CONTEXT + 1]
+        tokens = torch.tensor(encode(tokenizer, texts(text))[SKIP[text] :][: CONTEXT + 1])
         found = losses(llama, cache, tokens, SCORED, CHUNKS[phase])
         return windows(found) | {"pairs": cache.pairs / cache.dense_pairs}
     cache = Cache(llama.config, setting, CONTEXT)
@@ -320,13 +303,13 @@ def measure(llama: Any, tokenizer: Any, phase: str, text: str, setting: Setting,
         cache.write(layer, k, v, 0)
     found, passed = [], []
     for tokens, answer in zip(made.rest, made.answers, strict=True):
-        cache.length = PROMPT
+        cache.length = made.keys.shape[1]
         if phase == "needle":
             rows = forward(llama, cache, tokens[:-1], answer)
             passed.append(bool((rows.argmax(-1) == tokens[-answer:]).all()))
         else:
             part = tokens[: STEPS + 1] if phase == "steps" else tokens
-            found.append(losses(llama, cache, part, 0, CHUNKS[phase]))
+            found.append(losses(llama, cache, part, 0, CHUNKS[phase.split()[0]]))
     pairs = {"pairs": cache.pairs / cache.dense_pairs}
     return pairs | ({"passed": passed} if phase == "needle" else windows(torch.cat(found)))
 
@@ -372,6 +355,10 @@ def cells() -> Iterator[tuple[str, str, Setting]]:
     yield from each("prefill", cheap[0], *blocks("1/4"))
     yield from each("decode", cheap[0], *blocks("1/8"), *blocks("1/16"), *blocks("1/2"))
     yield from each("decode", tokens("1/2", "int4_index_h", "int8"))
+    for context, less in AS_INT4.items():
+        if context < CONTEXT:
+            yield from each(f"decode {context}", DENSE, BEST, kv4[0])
+        yield from each(f"decode {less}", BEST)
     for share in ("1/8", "1/16"):
         yield from each("needle", tokens(share, "int4_index_h", "int8"))
         yield from each("prefill", tokens(share, "int4_index_h", "int8"))
@@ -388,7 +375,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after so long")
     parser.add_argument("--only", default="", help="cells whose name contains this text")
     parser.add_argument("--table", action="store_true", help="print what RESULTS holds, measure nothing")
-    parser.add_argument("--against", default=DENSE.name, metavar="SETTING", help="of the table's differences (dense)")
+    parser.add_argument(
+        "--against",
+        default=DENSE.name,
+        metavar="SETTING",
+        help="or `PHASE, SETTING`, of the table's differences (dense)",
+    )
     options = parser.parse_args()
     if options.table:
         print(table(read(options.results), options.against))
@@ -422,7 +414,8 @@ def table(lines: list[dict[str, Any]], against: str) -> str:
     by_cell = {line["cell"]: line for line in lines}
     for phase, name in dict.fromkeys((line["phase"], Setting(**_setting(line)).name) for line in lines):
         found = [by_cell.get(f"{phase}, {text}, {name}") for text in TEXTS]
-        start = [by_cell.get(f"{phase}, {text}, {against}") for text in TEXTS]
+        base_phase, _, base_name = against.rpartition(", ")
+        start = [by_cell.get(f"{base_phase or phase}, {text}, {base_name}") for text in TEXTS]
         there = [line for line in found if line]
         pairs = f"{sum(line['pairs'] for line in there) / len(there):.3f}"
         if phase == "needle":

@@ -16,7 +16,7 @@ from sparse_attn.serving import manager as module
 from sparse_attn.serving.manager import CacheManager, PagedPlane, Saved, Step
 from sparse_attn.serving.pages import OutOfPages
 from sparse_attn.serving.prefix import prefix_keys
-from sparse_attn.serving.waste import Waste, adjacency, largest_free_run, measure, pinned_pages
+from sparse_attn.serving.waste import Waste, adjacency, largest_free_run, measure, pinned_pages, steps_won
 
 MAIN, COARSE = PagedPlane("main", 4, ratio=2), PagedPlane("coarse", 1, ratio=8)
 WINDOW, STATE = PagedPlane("window", 2, ring=6), PagedPlane("state", 3, state=4)
@@ -355,6 +355,9 @@ def test_waste_is_told_apart() -> None:
 def test_pages_in_a_row() -> None:
     assert adjacency([[3, 4, 5], [9, 8], [1]]) == 2 / 3
     assert adjacency([[1], []]) is None
+    assert steps_won([[3, 4, 5], [9, 8]], 30, slower=0.2, copy=0.5) == pytest.approx(30 * 0.2 / 3 - 0.5)
+    assert steps_won([[1], []], 30, slower=0.2, copy=0.5) == 0
+    assert steps_won([[3, 4, 5]], 1000, slower=0.2, copy=0.5) == -0.5  # in order already: copying only costs
     assert largest_free_run([7, 1, 2, 9, 8]) == 3 and largest_free_run([]) == 0
     assert pinned_pages([0, 1, 2, 4], 6, 2) == 2 and pinned_pages([4], 5, 2) == 0
     # a long free run says nothing of how near the pages of a request lie

@@ -61,6 +61,21 @@ def adjacency(tables: Iterable[Sequence[int]]) -> float | None:
     return steps.count(1) / len(steps) if steps else None
 
 
+def steps_won(tables: Sequence[Sequence[int]], steps: int, slower: float, copy: float) -> float:
+    """Decode steps that it would win to lay the pages of these tables in order; compaction pays where it is above 0.
+
+    Args:
+        tables: of the sequences of a step.
+        steps: that they still have to go.
+        slower: share by which a step without any adjacent pages is slower than one whose pages are in order.
+        copy: time to copy what such a step reads, in steps.
+
+    Both shares are to be measured on the device: ``docs/serving.md`` has those of a CPU.
+    """
+    found = adjacency(tables)
+    return 0.0 if found is None else steps * slower * (1 - found) - copy
+
+
 def largest_free_run(free: Iterable[int]) -> int:
     """The most free pages in a row."""
     most = run = 0

@@ -1,0 +1,1 @@
+"""``python -m sparse_attn quality``: what a selection costs a model, and the smallest share within a loss budget."""
