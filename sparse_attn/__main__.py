@@ -1,4 +1,4 @@
-"""``python -m sparse_attn``: doctor, plan, metrics, calibrate, crossover, quality, support, demo, version."""
+"""``python -m sparse_attn``: doctor, plan, metrics, calibrate, crossover, profile, quality, support, demo, version."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ COMMANDS = {
     "metrics": ("metrics", "main", "what is exported to Prometheus: [--dashboard | --alerts] [--model NAME]"),
     "calibrate": ("calibrate", "main", "coefficients of a step's time from measured steps, and the knee: FILE"),
     "crossover": ("calibrate", "main_crossover", "dense against sparse over length, from measured calls: FILE --k N"),
+    "profile": ("profile", "main", "a selecting layer timed here, and where its promised speed-up goes: --model NAME"),
     "quality": ("quality.cli", "main", "what a selection costs a model, and the share to take: [MODEL]"),
     "support": ("support", "main", "what each kernel can do: [OP] [--json | --markdown], or --engines"),
     "demo": ("demo", "main", "a language model on sparse attention, and a report"),
 }
-NEED_TORCH = ("quality", "support", "demo")
+NEED_TORCH = ("profile", "quality", "support", "demo")
 
 
 def main(argv: list[str] | None = None) -> int:

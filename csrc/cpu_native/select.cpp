@@ -113,9 +113,22 @@ struct Work {
   SelectBlock block;
   std::vector<Run> runs;
   int64_t first_chunk = 0, chunks = 0;
+};
+
+// Blocks of the same rows, whose lists are found among the same places. They take turns, chunk by
+// chunk: what one has read of a page is in a cache when the next reads its own heads there.
+struct Group {
+  std::vector<Work> works;
   int32_t parts = 1;
   std::atomic<int32_t> open_parts{1};
+  int64_t first_part = 0, first_sum = 0;
+
+  int64_t first_chunk() const { return works[0].first_chunk; }
+  int64_t chunks() const { return works[0].chunks; }
 };
+
+// Most memory for the best of a group's lists.
+constexpr int64_t kGroupBytes = 1 << 22;
 
 bool lists_agree(const SelectParams& p) { return !p.takes_candidates && !pools_keys(p); }
 
@@ -235,11 +248,15 @@ class Call {
     spare_words_ = std::max(unit_words_, block_words_);
     scratch_bytes_ = kernels_.scratch_bytes(p, most_rows_);
     sum_floats_ = kernels_.sum_floats(p, most_rows_);
+    const bool same_places = !p.takes_candidates || p.candidate_heads == 1;
+    if (same_places && chunks_between_cuts(p) > 0)
+      group_ = static_cast<int32_t>(
+          std::min<int64_t>(p.lists, std::max<int64_t>(kGroupBytes / best_bytes(), 1)));
   }
 
   // False if an entry has no page.
   bool run() {
-    const int64_t items = static_cast<int64_t>(rows_.size()) * p_.lists;
+    const int64_t items = static_cast<int64_t>(rows_.size()) * groups_of_rows();
     if (items == 0) return true;
     if (threads_ == 1 || items >= 4 * threads_ || chunks_between_cuts(p_) == 0) {
       run_whole(items);
@@ -269,152 +286,206 @@ class Call {
 
   static char* aligned(char* at) { return at + (64 - reinterpret_cast<uintptr_t>(at) % 64) % 64; }
 
-  // Item i: lists vary fastest, so that threads share the pages of neighbours. Long rows first.
-  bool make(int64_t item, Work* work) const {
-    const Rows& rows = rows_[rows_.size() - 1 - static_cast<size_t>(item / p_.lists)];
-    return make_block(p_, rows.sequence, rows.row, rows.position, rows.rows,
-                      static_cast<int32_t>(item % p_.lists), work);
+  int64_t groups_of_rows() const { return ceil_divide(p_.lists, group_); }
+
+  // Item i: groups of the same rows follow each other. Long rows first. False if an entry has no
+  // page.
+  bool make(int64_t item, Group* group) const {
+    const int64_t each = groups_of_rows();
+    const Rows& rows = rows_[rows_.size() - 1 - static_cast<size_t>(item / each)];
+    const int32_t first = static_cast<int32_t>(item % each) * group_;
+    group->works.resize(static_cast<size_t>(std::min(group_, p_.lists - first)));
+    bool paged = true;
+    for (size_t i = 0; i < group->works.size(); ++i) {
+      paged = make_block(p_, rows.sequence, rows.row, rows.position, rows.rows,
+                         first + static_cast<int32_t>(i), &group->works[i]) &&
+              paged;
+    }
+    return paged;
   }
 
-  void open_best(const SelectBlock& block, char* memory, RowBest* best) const {
+  // Calls visit(i, from, to) for work i of the group and chunks [from, to) of [begin, end) until
+  // one is false.
+  template <class Visit>
+  bool for_chunks(const Group& group, int64_t begin, int64_t end, const Visit& visit) const {
+    const int64_t step = group.works.size() > 1 ? chunks_between_cuts(p_) : end - begin;
+    for (int64_t from = begin; from < end;) {
+      const int64_t to = std::min(from / step * step + step, end);
+      for (size_t i = 0; i < group.works.size(); ++i) {
+        if (!visit(i, from, to)) return false;
+      }
+      from = to;
+    }
+    return true;
+  }
+
+  // The best of work i, of a group or of a part of one.
+  RowBest* best_of(std::vector<RowBest>* best, int64_t group, size_t i) const {
+    return &(*best)[(static_cast<size_t>(group * group_) + i) * kMaxRows];
+  }
+
+  void open_best(const Group& group, char* memory, std::vector<RowBest>* best, int64_t at) const {
     auto* words = reinterpret_cast<uint64_t*>(memory);
-    for (int32_t r = 0; r < block.rows; ++r) {
-      open(&best[r].units, words, unit_words_, block.row[r].wanted);
-      words += unit_words_;
-      open(&best[r].blocks, words, block_words_, std::max<int64_t>(p_.candidate_k - 1, 0));
-      words += block_words_;
+    for (size_t i = 0; i < group.works.size(); ++i) {
+      RowBest* to = best_of(best, at, i);
+      const SelectBlock& block = group.works[i].block;
+      for (int32_t r = 0; r < block.rows; ++r) {
+        open(&to[r].units, words, unit_words_, block.row[r].wanted);
+        words += unit_words_;
+        open(&to[r].blocks, words, block_words_, std::max<int64_t>(p_.candidate_k - 1, 0));
+        words += block_words_;
+      }
     }
   }
 
   void run_whole(int64_t items) {
-    const int64_t sums = (sum_floats_ * 4 + 63) / 64 * 64;
-    const int64_t bytes = worker_bytes() + sums + (best_bytes() + 63) / 64 * 64;
+    const int64_t sums = (group_ * sum_floats_ * 4 + 63) / 64 * 64;
+    const int64_t bytes = worker_bytes() + sums + (group_ * best_bytes() + 63) / 64 * 64;
     char* memory = thread_memory(0, bytes * threads_);
+    std::vector<Group> groups(static_cast<size_t>(threads_));
+    std::vector<RowBest> best(static_cast<size_t>(threads_ * group_) * kMaxRows);
     parallel_for(items, threads_, [&](int64_t item, int32_t worker) {
       if (failed_.load(std::memory_order_relaxed)) return;
       char* scratch = memory + worker * bytes;
       auto* spare = reinterpret_cast<uint64_t*>(scratch + scratch_bytes_);
       auto* running = reinterpret_cast<float*>(scratch + worker_bytes());
-      Work work;
-      RowBest best[kMaxRows];
-      bool paged = make(item, &work);
-      const SelectBlock& block = work.block;
-      const int64_t begin = work.first_chunk, end = begin + work.chunks;
-      open_best(block, scratch + worker_bytes() + sums, best);
-      if (paged && end > begin) {
-        if (sum_floats_ > 0) {
-          kernels_.clear(p_, block, running);
-          paged = kernels_.sum(p_, block, begin, end, scratch, running);
-        }
-        paged = paged && kernels_.score(p_, block, begin, end, scratch, running, spare, best);
+      Group& group = groups[static_cast<size_t>(worker)];
+      bool paged = make(item, &group);
+      const int64_t begin = group.first_chunk(), end = begin + group.chunks();
+      const auto block_of = [&](size_t i) -> const SelectBlock& { return group.works[i].block; };
+      const auto sums_of = [&](size_t i) {
+        return running + static_cast<int64_t>(i) * sum_floats_;
+      };
+      open_best(group, scratch + worker_bytes() + sums, &best, worker);
+      if (paged && sum_floats_ > 0) {
+        for (size_t i = 0; i < group.works.size(); ++i) kernels_.clear(p_, block_of(i), sums_of(i));
+        paged = for_chunks(group, begin, end, [&](size_t i, int64_t from, int64_t to) {
+          return kernels_.sum(p_, block_of(i), from, to, scratch, sums_of(i));
+        });
       }
+      paged = paged && for_chunks(group, begin, end, [&](size_t i, int64_t from, int64_t to) {
+                return kernels_.score(p_, block_of(i), from, to, scratch, sums_of(i), spare,
+                                      best_of(&best, worker, i));
+              });
       if (!paged) {
         failed_ = true;
         return;
       }
-      for (int32_t r = 0; r < block.rows; ++r) write(work, r, &best[r], spare);
+      for (size_t i = 0; i < group.works.size(); ++i) {
+        for (int32_t r = 0; r < block_of(i).rows; ++r)
+          write(group.works[i], r, best_of(&best, worker, i) + r, spare);
+      }
     });
   }
 
-  // Cuts the places of each block into parts for the sake of threads.
+  // Cuts the places of each group into parts for the sake of threads.
   void run_parts(int64_t items) {
-    std::vector<Work> works(static_cast<size_t>(items));
+    std::vector<Group> groups(static_cast<size_t>(items));
     struct Part {
-      Work* work;
+      Group* group;
       int64_t begin, end;  // chunks
-      int64_t number;      // of all parts
     };
     std::vector<Part> parts;
     int64_t chunks = 0;
     for (int64_t item = 0; item < items; ++item) {
-      if (!make(item, &works[static_cast<size_t>(item)])) {
+      if (!make(item, &groups[static_cast<size_t>(item)])) {
         failed_ = true;
         return;
       }
-      chunks += works[static_cast<size_t>(item)].chunks;
+      chunks += groups[static_cast<size_t>(item)].chunks();
     }
     const int64_t grain = chunks_between_cuts(p_);
     const int64_t each = ceil_divide(chunks / (4 * threads_) + 1, grain) * grain;
-    std::vector<int64_t> first_part, first_sum;
     int64_t sums = 0;
-    for (Work& work : works) {
-      first_part.push_back(static_cast<int64_t>(parts.size()));
-      first_sum.push_back(sums);
-      const int64_t end = work.first_chunk + work.chunks;
-      int64_t begin = work.first_chunk;
+    for (Group& group : groups) {
+      group.first_part = static_cast<int64_t>(parts.size());
+      group.first_sum = sums;
+      const int64_t end = group.first_chunk() + group.chunks();
+      int64_t begin = group.first_chunk();
       do {
         const int64_t next = std::min(begin / each * each + each, end);
-        parts.push_back({&work, begin, next, static_cast<int64_t>(parts.size())});
+        parts.push_back({&group, begin, next});
         begin = next;
       } while (begin < end);
-      work.open_parts = work.parts =
-          static_cast<int32_t>(parts.size() - static_cast<size_t>(first_part.back()));
-      sums += work.chunks + 1;
+      group.parts = static_cast<int32_t>(static_cast<int64_t>(parts.size()) - group.first_part);
+      group.open_parts = group.parts;
+      sums += (group.chunks() + 1) * group_;
     }
     const int64_t count = static_cast<int64_t>(parts.size());
     const int64_t worker = worker_bytes();
     char* scratch = thread_memory(0, worker * threads_);
     const int64_t sum_bytes = (sums * sum_floats_ * 4 + 63) / 64 * 64;
-    char* memory = thread_memory(1, sum_bytes + count * best_bytes());
+    const int64_t part_bytes = group_ * best_bytes();
+    char* memory = thread_memory(1, sum_bytes + count * part_bytes);
     auto* all_sums = reinterpret_cast<float*>(memory);
-    std::vector<RowBest> best(static_cast<size_t>(count) * kMaxRows);
-    const auto index_of = [&](const Work* work) {
-      return static_cast<size_t>(work - works.data());
-    };
-    // Running sums of the block, then those of each chunk.
-    const auto sums_of = [&](const Work* work) {
-      return all_sums + first_sum[index_of(work)] * sum_floats_;
+    std::vector<RowBest> best(static_cast<size_t>(count * group_) * kMaxRows);
+    // Running sums of work i, then those of each of its chunks.
+    const auto sums_of = [&](const Group* group, size_t i, int64_t place) {
+      const int64_t at = static_cast<int64_t>(i) * (group->chunks() + 1) + place;
+      return all_sums + (group->first_sum + at) * sum_floats_;
     };
 
     if (sum_floats_ > 0) {
-      parallel_for(count, threads_, [&](int64_t i, int32_t w) {
-        const Part& part = parts[static_cast<size_t>(i)];
+      parallel_for(count, threads_, [&](int64_t n, int32_t w) {
+        const Part& part = parts[static_cast<size_t>(n)];
+        Group* group = part.group;
         if (failed_.load(std::memory_order_relaxed)) return;
-        const SelectBlock& block = part.work->block;
         for (int64_t chunk = part.begin; chunk < part.end; ++chunk) {
-          float* to = sums_of(part.work) + (1 + chunk - part.work->first_chunk) * sum_floats_;
-          kernels_.clear(p_, block, to);
-          if (!kernels_.sum(p_, block, chunk, chunk + 1, scratch + w * worker, to)) failed_ = true;
+          for (size_t i = 0; i < group->works.size(); ++i) {
+            const SelectBlock& block = group->works[i].block;
+            float* to = sums_of(group, i, 1 + chunk - group->first_chunk());
+            kernels_.clear(p_, block, to);
+            if (!kernels_.sum(p_, block, chunk, chunk + 1, scratch + w * worker, to))
+              failed_ = true;
+          }
         }
-        if (part.work->open_parts.fetch_sub(1) != 1) return;
-        float* running = sums_of(part.work);
-        kernels_.clear(p_, block, running);
-        for (int64_t c = 0; c < part.work->chunks; ++c)
-          kernels_.merge(p_, block, running + (1 + c) * sum_floats_, running);
-        part.work->open_parts = part.work->parts;
+        if (group->open_parts.fetch_sub(1) != 1) return;
+        for (size_t i = 0; i < group->works.size(); ++i) {
+          const SelectBlock& block = group->works[i].block;
+          float* running = sums_of(group, i, 0);
+          kernels_.clear(p_, block, running);
+          for (int64_t c = 0; c < group->chunks(); ++c)
+            kernels_.merge(p_, block, sums_of(group, i, 1 + c), running);
+        }
+        group->open_parts = group->parts;
       });
     }
-    parallel_for(count, threads_, [&](int64_t i, int32_t w) {
-      const Part& part = parts[static_cast<size_t>(i)];
+    parallel_for(count, threads_, [&](int64_t n, int32_t w) {
+      const Part& part = parts[static_cast<size_t>(n)];
+      Group* group = part.group;
       if (failed_.load(std::memory_order_relaxed)) return;
-      const SelectBlock& block = part.work->block;
-      auto* spare = reinterpret_cast<uint64_t*>(scratch + w * worker + scratch_bytes_);
-      RowBest* to = &best[static_cast<size_t>(i) * kMaxRows];
-      open_best(block, memory + sum_bytes + i * best_bytes(), to);
-      if (part.end > part.begin &&
-          !kernels_.score(p_, block, part.begin, part.end, scratch + w * worker, sums_of(part.work),
-                          spare, to)) {
+      char* own = scratch + w * worker;
+      auto* spare = reinterpret_cast<uint64_t*>(own + scratch_bytes_);
+      open_best(*group, memory + sum_bytes + n * part_bytes, &best, n);
+      if (!for_chunks(*group, part.begin, part.end, [&](size_t i, int64_t from, int64_t to) {
+            return kernels_.score(p_, group->works[i].block, from, to, own, sums_of(group, i, 0),
+                                  spare, best_of(&best, n, i));
+          })) {
         failed_ = true;
         return;
       }
-      if (part.work->open_parts.fetch_sub(1) != 1) return;
-      const int64_t first = first_part[index_of(part.work)];
-      for (int32_t r = 0; r < block.rows; ++r) {
-        RowBest joined = best[static_cast<size_t>(first * kMaxRows + r)];
-        std::vector<uint64_t> units, blocks;
-        for (int32_t n = 0; n < part.work->parts; ++n) {
-          RowBest& one = best[static_cast<size_t>((first + n) * kMaxRows + r)];
-          units.insert(units.end(), one.units.ranks, one.units.ranks + one.units.size);
-          blocks.insert(blocks.end(), one.blocks.ranks, one.blocks.ranks + one.blocks.size);
-        }
-        std::vector<uint64_t> room(std::max(units.size(), blocks.size()));
-        joined.units.ranks = units.data();
-        joined.units.size = static_cast<int64_t>(units.size());
-        joined.blocks.ranks = blocks.data();
-        joined.blocks.size = static_cast<int64_t>(blocks.size());
-        write(*part.work, r, &joined, room.data());
+      if (group->open_parts.fetch_sub(1) != 1) return;
+      for (size_t i = 0; i < group->works.size(); ++i) {
+        for (int32_t r = 0; r < group->works[i].block.rows; ++r) join_parts(*group, i, r, &best);
       }
     });
+  }
+
+  // Writes row r of work i from the best of all parts.
+  void join_parts(const Group& group, size_t i, int32_t r, std::vector<RowBest>* best) const {
+    RowBest joined = best_of(best, group.first_part, i)[r];
+    std::vector<uint64_t> units, blocks;
+    for (int32_t n = 0; n < group.parts; ++n) {
+      const RowBest& one = best_of(best, group.first_part + n, i)[r];
+      units.insert(units.end(), one.units.ranks, one.units.ranks + one.units.size);
+      blocks.insert(blocks.end(), one.blocks.ranks, one.blocks.ranks + one.blocks.size);
+    }
+    std::vector<uint64_t> room(std::max(units.size(), blocks.size()));
+    joined.units.ranks = units.data();
+    joined.units.size = static_cast<int64_t>(units.size());
+    joined.blocks.ranks = blocks.data();
+    joined.blocks.size = static_cast<int64_t>(blocks.size());
+    write(group.works[i], r, &joined, room.data());
   }
 
   // Writes the outputs of one row.
@@ -475,6 +546,7 @@ class Call {
   const std::vector<Rows> rows_;
   const int32_t threads_;
   int32_t most_rows_ = 1;
+  int32_t group_ = 1;  // lists that are found together
   int64_t unit_words_, block_words_, spare_words_;
   int64_t scratch_bytes_, sum_floats_;
   std::atomic<bool> failed_{false};
