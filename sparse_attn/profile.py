@@ -103,10 +103,10 @@ class Step:
             self.planes |= dict(win_page_table=self._table(), win_page_size=PAGE)
         if layer.sinks:
             self.planes["sinks"] = torch.zeros(layer.q_heads, device=device)
-        self.index = self._plane("keys", index.format, index.heads, index.rows[0])
+        self.index: dict[str, Any] = self._plane("keys", index.format, index.heads, index.rows[0])
         if "keys_scale" in self.index:
             self.index["key_scale"] = self.index.pop("keys_scale")
-        self.arguments = dict(page_table=self._table(), page_size=PAGE)
+        self.arguments: dict[str, Any] = dict(page_table=self._table(), page_size=PAGE)
         self.attend_arguments = model.attend_arguments(number)
         self.select_arguments = model.select_arguments(number)
         units = -(-length // main.ratio) // chosen.block
