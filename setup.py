@@ -97,7 +97,7 @@ setup(
     # Listed by hand: automatic discovery does not see a package that is mapped to another folder.
     packages=find_packages(include=[PACKAGE, f"{PACKAGE}.*"], exclude=[f"{PACKAGE}.backends*"]) + BACKENDS,
     package_dir={f"{PACKAGE}.backends": "backends"},
-    package_data={PACKAGE: ["py.typed", "integrations/*.yaml"]},
+    package_data={PACKAGE: ["py.typed", "integrations/*/*.yaml"]},
     ext_modules=native_modules(),
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -65,6 +65,12 @@ RECORDS = Variable(
     "",
     "a file to which an engine that is observed appends a line of JSON for each step and each finished request.",
 )
+ADMISSION = Variable(
+    "SPARSE_ATTN_ADMISSION",
+    (),
+    "",
+    "in SGLang, the admission rule as JSON: mode, profile and limits (docs/engines.md).",
+)
 TRITON_INTERPRET = Variable(
     "TRITON_INTERPRET",
     ("", "0", "1"),
@@ -72,7 +78,7 @@ TRITON_INTERPRET = Variable(
     "Triton's own: 1 makes cuda_triton run on CPU tensors, by Triton's interpreter and slowly (tests).",
 )
 
-VARIABLES = (ALLOW_REFERENCE, CHECKS, LOG, CPU_ISA, RECORDS, TRITON_INTERPRET)
+VARIABLES = (ALLOW_REFERENCE, CHECKS, LOG, CPU_ISA, RECORDS, ADMISSION, TRITON_INTERPRET)
 
 
 def check() -> None:

@@ -10,24 +10,15 @@ from typing import Any
 
 import pytest
 from queries import Samples
+from stubs import LLAMA, V32
 
 from sparse_attn import env
 from sparse_attn.serving.exposition import parse
 
+__all__ = ["LLAMA", "V32"]
 prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
 
 STEPS = json.loads((Path(__file__).parent / "data" / "vllm_steps.json").read_text())
-V32 = dict(
-    model_type="deepseek_v32",
-    num_hidden_layers=3,
-    num_attention_heads=128,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    index_topk=16,
-    index_n_heads=64,
-    index_head_dim=128,
-)
-LLAMA = dict(model_type="llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
 
 
 def outputs() -> list[Any]:

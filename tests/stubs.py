@@ -8,6 +8,19 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+# configurations of models that they serve
+V32 = dict(
+    model_type="deepseek_v32",
+    num_hidden_layers=3,
+    num_attention_heads=128,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    index_topk=16,
+    index_n_heads=64,
+    index_head_dim=128,
+)
+LLAMA = dict(model_type="llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+
 
 @contextmanager
 def engine(modules: dict[str, dict[str, Any]], forget: str) -> Iterator[None]:

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from observed import V32
-from stubs import engine
+from stubs import V32, engine
 
 from sparse_attn.integrations.admitting import Gate, admission
 from sparse_attn.models import PRESETS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from stubs import LLAMA, V32
 
 from sparse_attn.integrations import capabilities
 from sparse_attn.layout import FORMATS
@@ -38,6 +39,14 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_of_presets(name: str) -> None:
     assert capabilities.family(PRESETS[name]) == FAMILIES[name]
+
+
+def test_a_window_over_keys_and_values_is_no_family_of_its_own() -> None:
+    mistral = LLAMA | dict(model_type="mistral", sliding_window=24)
+    capabilities.check_config("vllm", "cpu", mistral, {"main": "bf16"})
+    deepseek_v3 = {name: value for name, value in V32.items() if "index" not in name} | dict(model_type="deepseek_v3")
+    with pytest.raises(capabilities.Unsupported, match=r"got mla \(latent rows, dense: DeepSeek V3\)"):
+        capabilities.check_config("vllm", "cpu", deepseek_v3, {"main": "bf16"})
 
 
 @pytest.mark.parametrize(

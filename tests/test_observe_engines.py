@@ -25,7 +25,8 @@ from observed import (
     value,
 )
 
-from sparse_attn.integrations import sglang, vllm_ascend
+from sparse_attn.integrations.sglang import observe as sglang
+from sparse_attn.integrations.vllm_ascend import service_metric
 from sparse_attn.serving.exposition import parse
 
 __all__ = ["registry"]
@@ -197,15 +198,15 @@ def recorder(registry: Any, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     vars(api).update(MetricProvider=MetricProvider, MetricType=types, get_metric_recorder=lambda: found)
     monkeypatch.setitem(sys.modules, "ms_service_metric", ModuleType("ms_service_metric"))
     monkeypatch.setitem(sys.modules, api.__name__, api)
-    reload(vllm_ascend)
+    reload(service_metric)
     return found
 
 
 def test_the_provider_points_to_its_symbols(recorder: Recorder) -> None:
     yaml = pytest.importorskip("yaml")
-    provider = vllm_ascend.get_metric_provider()
+    provider = service_metric.get_metric_provider()
     entries = [entry for path in provider.config_paths for entry in yaml.safe_load(Path(path).read_text())]
-    assert [entry["symbol"] for entry in entries] == [vllm_ascend.SYMBOL]
+    assert [entry["symbol"] for entry in entries] == [service_metric.SYMBOL]
     for entry in entries:
         assert entry["symbol"].startswith(provider.owned_symbol_prefixes)
         module, function = entry["handler"].split(":")
@@ -216,7 +217,7 @@ def test_the_provider_points_to_its_symbols(recorder: Recorder) -> None:
 def test_ms_service_metric_records_the_counts(registry: Any, recorder: Recorder) -> None:
     scheduler = Scheduler(V32, "auto", INDEXED)
     for output in outputs():
-        assert vllm_ascend.update_from_output(Scheduler.update_from_output, scheduler, output, "model") == "outputs"
+        assert service_metric.update_from_output(Scheduler.update_from_output, scheduler, output, "model") == "outputs"
     found = parse(prometheus_client.generate_latest(recorder.registry).decode())
     for phase in ("prefill", "decode"):
         lengths = [n for p, _, n in computed() if p == phase]
@@ -232,7 +233,7 @@ def test_ms_service_metric_records_the_counts(registry: Any, recorder: Recorder)
 def test_ms_service_metric_leaves_the_engine_alone(registry: Any, recorder: Recorder) -> None:
     broken = Scheduler({k: v for k, v in LLAMA.items() if k != "hidden_size"})
     for output in outputs()[:2]:
-        assert vllm_ascend.update_from_output(Scheduler.update_from_output, broken, output, "model") == "outputs"
+        assert service_metric.update_from_output(Scheduler.update_from_output, broken, output, "model") == "outputs"
 
 
 # --- Entry points ----------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_the_light_install_needs_no_torch_and_no_compiler(sdist, tmp_path):
         "step = Observer('deepseek-v3.2', Exporter('m')).step({'a': (131071, 131072)})\n"
         "found = [e for g in ('vllm.general_plugins', 'sglang.srt.plugins') for e in entry_points(group=g)]\n"
         "assert [callable(e.load()) for e in found] == [True, True]\n"
-        "import sparse_attn.integrations.vllm_ascend as ascend, pathlib\n"
+        "import sparse_attn.integrations.vllm_ascend.service_metric as ascend, pathlib\n"
         "assert pathlib.Path(ascend.__file__).with_suffix('.yaml').exists()\n"
         "print(step.effective_kv_ratio)"
     )

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
-from stubs import engine
+from stubs import LLAMA, V32, engine
 from torch import Tensor
 
 from sparse_attn import load, store
@@ -73,19 +73,6 @@ class Platform:
 def resolve(path: str) -> Any:
     module, name = path.rsplit(".", 1)
     return getattr(import_module(module), name)
-
-
-LLAMA = dict(model_type="llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
-V32 = dict(
-    model_type="deepseek_v32",
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    index_topk=16,
-    index_n_heads=64,
-    index_head_dim=128,
-)
 
 
 @pytest.fixture

@@ -56,6 +56,11 @@ CAPABILITIES = (
     Capability("vllm", "cpu", "dsa", (*PLAIN, "fp8_v32"), (*PLAIN, "fp8_index"), "native", "by itself"),
     Capability("vllm", "cuda", "gqa", HALF, (), "contract", "--attention-backend CUSTOM"),
     Capability("vllm", "cuda", "dsa", (*HALF, "fp8_v32"), (), "contract", "--attention-backend CUSTOM; vLLM selects"),
+    *(
+        Capability("sglang", device, "gqa", formats, (), "contract", "--attention-backend sparse_attn")
+        for device, formats in (("cuda", HALF), ("cpu", PLAIN))
+    ),
+    Capability("vllm-ascend", "npu", "dsa", ("bf16", "int8_v32"), (), "contract", "if asked for; vllm-ascend selects"),
 )
 
 
@@ -65,12 +70,12 @@ class Unsupported(ValueError):
 
 def family(model: Model) -> str:
     """The family of a model's layers."""
-    planes = {plane.kind for layer in model.layers for plane in layer.planes}
-    if planes & {"window", "state"}:
+    planes = [plane for layer in model.layers for plane in layer.planes]
+    latent = {plane.kind for plane in planes if len(plane.rows) == 1}
+    if "window" in latent:
         return "compressed"
-    latent = any(len(plane.rows) == 1 for layer in model.layers for plane in layer.planes if plane.kind == "main")
     selects = any(layer.selection is not None for layer in model.layers)
-    return ("dsa" if selects else "mla") if latent else ("blocks" if selects else "gqa")
+    return ("dsa" if selects else "mla") if "main" in latent else ("blocks" if selects else "gqa")
 
 
 def check(engine: str, device: str, model: Model, formats: Mapping[str, str]) -> None:

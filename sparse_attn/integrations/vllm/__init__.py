@@ -33,3 +33,7 @@ def register() -> None:
     load = getattr(current_platform, "load_layers", None)
     if load:
         load()
+    if type(current_platform).__module__.startswith("vllm_ascend."):
+        from .. import vllm_ascend
+
+        vllm_ascend.choose(type(current_platform))

@@ -6,7 +6,7 @@ strides, which ``attend`` reads in place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,49 +20,28 @@ from vllm.v1.attention.backend import (
 )
 
 from ...checks import InvalidCall
+from .. import step
 from . import formats
 
 ops = torch.ops.sparse_attn
 
 
-@dataclass
-class Step(AttentionMetadata):
-    """A step's lengths and tables, once for all layers of a group. Rows from ``num_actual_tokens`` on are padding."""
+@dataclass(kw_only=True)
+class Step(step.Step, AttentionMetadata):
+    """A step, and what vLLM's layers of latent attention ask: every token takes the path of decoding."""
 
-    num_actual_tokens: int
-    cu_seqlens_q: Tensor
-    seq_lens: Tensor
-    page_table: Tensor
     slots: Tensor
-    max_seqlen_q: int
-    max_seq_len: int
-    ranges: dict[int, Tensor] = field(default_factory=dict)
-
-    # what vLLM's layers of latent attention ask: every token takes the path of decoding
-    num_decodes: int = 0
+    num_decodes: int
     num_prefills: int = 0
-    num_decode_tokens: int = 0
     prefill: None = None
 
     @property
-    def sequences(self) -> dict[str, Any]:
-        """The arguments of ``attend`` and ``select`` that are the same in every layer."""
-        return dict(
-            cu_seqlens_q=self.cu_seqlens_q,
-            seq_lens=self.seq_lens,
-            page_table=self.page_table,
-            max_seqlen_q=self.max_seqlen_q,
-            max_seq_len=self.max_seq_len,
-        )
+    def num_actual_tokens(self) -> int:
+        return self.tokens
 
-    def last(self, window: int) -> Tensor:
-        """Ranges of each token's last ``window`` tokens, itself included, int32 ``[T, 2]``."""
-        if window not in self.ranges:
-            rows = torch.arange(self.num_actual_tokens, dtype=torch.int32, device=self.seq_lens.device)
-            sequence = torch.searchsorted(self.cu_seqlens_q[1:], rows, right=True).clamp(max=len(self.seq_lens) - 1)
-            end = self.seq_lens[sequence] - self.cu_seqlens_q[1:][sequence] + rows + 1
-            self.ranges[window] = torch.stack([(end - window).clamp(min=0), end], -1).int()
-        return self.ranges[window]
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.tokens
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):
@@ -76,7 +55,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         if c.causal is not True:
             raise InvalidCall("attention: causal: expected True, got another mask; use another backend for this model")
         return Step(
-            num_actual_tokens=c.num_actual_tokens,
+            tokens=c.num_actual_tokens,
             cu_seqlens_q=c.query_start_loc,
             seq_lens=c.seq_lens,
             page_table=c.block_table_tensor,
@@ -84,7 +63,6 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             max_seqlen_q=c.max_query_len,
             max_seq_len=c.max_seq_len,
             num_decodes=c.num_reqs,
-            num_decode_tokens=c.num_actual_tokens,
         )
 
 
@@ -176,21 +154,21 @@ class SparseAttnImpl(AttentionImpl[Step]):
         """
         if attn_metadata is None:
             return output
-        step, tokens = attn_metadata, attn_metadata.num_actual_tokens
+        made, tokens = attn_metadata, attn_metadata.tokens
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, -1)
         format = formats.PLAIN[kv_cache.dtype]
         if self.owns_cache:
-            ops.store(key[:tokens], keys, step.slots, format=format)
-            ops.store(value[:tokens], values, step.slots, format=format)
+            ops.store(key[:tokens], keys, made.slots, format=format)
+            ops.store(value[:tokens], values, made.slots, format=format)
         ops.attend.out(
             query[:tokens],
-            **step.sequences,
+            **made.sequences,
             scale=self.scale,
             v_dim=self.head_size,
             kv=keys,
             v=values,
             format=format,
-            kv_range=step.last(self.window) if self.window else None,
+            kv_range=made.last(self.window) if self.window else None,
             sinks=self.sinks,
             out=output[:tokens],
         )

@@ -91,7 +91,7 @@ def _select(q: Tensor, k: Tensor, weights: Tensor, buffer: Tensor, layer: str, s
     if context.attn_metadata is None:
         return
     step, cache = context.attn_metadata[layer], context.no_compile_layers[layer]
-    tokens = step.num_actual_tokens
+    tokens = step.tokens
     ops.store(k[:tokens], cache.kv_cache, step.slots, format=cache.format)
     ops.select.out(
         q[:tokens],

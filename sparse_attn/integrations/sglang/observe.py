@@ -10,9 +10,9 @@ from collections.abc import Hashable, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..serving.observer import Observer
-from ..serving.stats import Span
-from .observing import guarded, log, observer
+from ...serving.observer import Observer
+from ...serving.stats import Span
+from ..observing import guarded, log, observer
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -20,7 +20,7 @@ _observers: MutableMapping[Any, Observer | None] = WeakKeyDictionary()
 
 
 def register() -> None:
-    """Entry point of the group ``sglang.srt.plugins``."""
+    """Hook into the scheduler."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     count, finish = guarded(_count), guarded(_finish)
@@ -36,7 +36,8 @@ def register() -> None:
     HookRegistry.register(f"{SCHEDULER}.process_batch_result", after_result, HookType.AFTER)
 
 
-def _observer(scheduler: Any) -> Observer | None:
+def observer_of(scheduler: Any) -> Observer | None:
+    """The observer of a scheduler, if it is observed."""
     if scheduler not in _observers:
         _observers[scheduler] = _made(scheduler)
     return _observers[scheduler]
@@ -61,13 +62,13 @@ def _made(scheduler: Any) -> Observer | None:
 
 
 def _count(scheduler: Any, batch: Any) -> None:
-    found, step = _observer(scheduler), spans(batch)
+    found, step = observer_of(scheduler), spans(batch)
     if found and step:
         found.step(step)
 
 
 def _finish(scheduler: Any, batch: Any) -> None:
-    found = _observer(scheduler)
+    found = observer_of(scheduler)
     if found is None:
         return
     for request in batch.reqs:

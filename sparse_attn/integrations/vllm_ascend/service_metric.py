@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..serving.metrics import kinds
-from ..serving.observer import Observer
-from .observing import guarded
-from .vllm import observe
+from ...serving.metrics import kinds
+from ...serving.observer import Observer
+from ..observing import guarded
+from ..vllm import observe
 
 PAIRS, RATIO, OVERHEAD = (
     "sparse_attn:kv_pairs",
