@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 import sparse_attn
 from sparse_attn import env, layout, reference
 from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.select import Select
 
 INTERPRETED = env.TRITON_INTERPRET.get() == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -61,6 +62,34 @@ CASES = (
 )
 
 
+@dataclass(frozen=True)
+class Selection:
+    """One call of ``select``: the ``k`` best of ``length`` entries for each row."""
+
+    name: str
+    batch: int
+    rows: int
+    heads: int
+    length: int
+    k: int
+    format: str
+    options: dict[str, Any]
+    dim: int = 128
+
+
+def _select(name: str, batch: int, heads: int, k: int, format: str, rows: int = 1, **options: Any) -> Selection:
+    return Selection(f"select {name}, B {batch}, 128K, {format}", batch, rows, heads, 131072, k, format, options)
+
+
+SELECTIONS = (
+    *(_select("V3.2 decode", batch, 64, 2048, "fp8_index_planar") for batch in (1, 8, 64)),
+    _select("V3.2 decode", 8, 64, 2048, "bf16"),
+    _select("V4.1 decode", 8, 32, 512, "fp4_index_planar", score_dtype="bf16"),
+    _select("GQA blocks decode", 8, 8, 64, "bf16", score="dot", out_heads=8, block=128, pool="max"),
+    _select("V3.2 prefill, 512 rows", 1, 64, 2048, "fp8_index_planar", rows=512),
+)
+
+
 @dataclass
 class Result:
     case: str
@@ -75,13 +104,16 @@ class Result:
 
 def small(case: Case) -> Case:
     """The same in little, to check values."""
-    length = 200
-    return Case(case.name, 2, min(case.rows, 3), case.heads, case.dim, case.v_dim, length, 96, case.format)
+    return replace(case, batch=2, rows=min(case.rows, 3), length=200, selected=96)
 
 
-def arguments(case: Case) -> dict[str, Any]:
-    """A call of ``attend`` with its plane on the device."""
-    g = torch.Generator(DEVICE).manual_seed(0)
+def small_selection(case: Selection) -> Selection:
+    options = case.options | (dict(block=8) if "block" in case.options else {})
+    return replace(case, batch=2, rows=min(case.rows, 3), length=200, k=min(case.k, 20), options=options)
+
+
+def paged(case: Case | Selection, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A plane of random rows, and the page table."""
     f = layout.FORMATS[case.format]
     width = layout.pages_for(case.length, PAGE)
     pages = case.batch * width
@@ -90,27 +122,49 @@ def arguments(case: Case) -> dict[str, Any]:
         slots = torch.arange(first, min(first + (1 << 16), pages * PAGE), device=DEVICE)
         rows = torch.randn(len(slots), 1, case.dim, generator=g, device=DEVICE, dtype=torch.float32).bfloat16()
         sparse_attn.store(rows, plane, slots, format=case.format, page_size=PAGE, backend="cuda_triton")
+    return plane, torch.randperm(pages, generator=g, device=DEVICE).int().view(case.batch, width)
+
+
+def step(case: Case | Selection, g: torch.Generator) -> dict[str, Any]:
+    """Queries of a step, and its lengths."""
     tokens = case.batch * case.rows
-    scores = torch.rand(tokens, 1, case.length, generator=g, device=DEVICE)
     return dict(
         q=torch.randn(tokens, case.heads, case.dim, generator=g, device=DEVICE).bfloat16(),
         cu_seqlens_q=torch.arange(case.batch + 1, dtype=torch.int32, device=DEVICE) * case.rows,
         seq_lens=torch.full((case.batch,), case.length, dtype=torch.int32, device=DEVICE),
-        scale=case.dim**-0.5,
-        v_dim=case.v_dim,
         max_seqlen_q=case.rows,
         max_seq_len=case.length,
-        kv=plane,
-        page_table=torch.randperm(pages, generator=g, device=DEVICE).int().view(case.batch, width),
         format=case.format,
         page_size=PAGE,
+    )
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    """A call of ``attend`` with its plane on the device."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    plane, table = paged(case, g)
+    scores = torch.rand(case.batch * case.rows, 1, case.length, generator=g, device=DEVICE)
+    return step(case, g) | dict(
+        scale=case.dim**-0.5,
+        v_dim=case.v_dim,
+        kv=plane,
+        page_table=table,
         indices=scores.topk(min(case.selected, case.length)).indices.int(),
     )
 
 
-def error_of(case: Case) -> float:
-    """The largest error of a small call against the reference, on its own scale."""
-    call = arguments(small(case))
+def select_arguments(case: Selection) -> dict[str, Any]:
+    """A call of ``select`` with its plane on the device."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    plane, table = paged(case, g)
+    weights = torch.randn(case.batch * case.rows, case.heads, generator=g, device=DEVICE)
+    given = dict(weights=weights, keys=plane, page_table=table, k=case.k, scale=case.dim**-0.5)
+    return step(case, g) | given | case.options
+
+
+def attend_error_of(case: Case) -> float:
+    """The largest error against the reference, on its own scale."""
+    call = arguments(case)
     out, lse = sparse_attn.attend(**call, return_lse=True, backend="cuda_triton")
     a = Attend(**{name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()})
     expected = torch.empty(out.shape, dtype=torch.float64)
@@ -118,6 +172,19 @@ def error_of(case: Case) -> float:
     reference.attend(a._replace(q=a.q.double(), return_lse=True), expected, expected_lse)
     pairs = ((out, expected), (lse, expected_lse))
     return max(float(((got.cpu().double() - x).abs() / (1 + x.abs())).max()) for got, x in pairs)
+
+
+def select_error_of(case: Selection) -> float:
+    """The largest error of the scores that are selected, best first, against the reference, on its own scale."""
+    call = select_arguments(case) | dict(order="score", return_values=True)
+    selected = sparse_attn.select(**call, backend="cuda_triton")
+    a = Select(**{name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()})
+    indices, counts, values = (torch.empty_like(x, device="cpu") for x in selected[:3])
+    reference.select(a, indices, counts, values, None)
+    if not torch.equal(selected.counts.cpu(), counts):
+        return float("inf")
+    given, expected = selected.values.cpu(), values
+    return float(((given - expected).abs() / (1 + expected.abs())).nan_to_num(0).max())  # past the counts both are -inf
 
 
 def time_of(run: Callable[[], Any]) -> float:
@@ -153,21 +220,44 @@ def limits() -> tuple[float, float]:
     return peak, 2 * source.numel() * 4 / time_of(lambda: target.copy_(source)) / 1e6
 
 
-def measure(case: Case, peak: float, bandwidth: float) -> Result:
-    error = error_of(case)
+Work = tuple[Callable[[], Any], int, int]
+"""A call, its operations, and the bytes that it moves."""
+
+
+def positions(case: Case | Selection) -> Tensor:
+    return torch.arange(case.length - case.rows, case.length, device=DEVICE).repeat(case.batch)
+
+
+def attend_work(case: Case) -> Work:
+    call = arguments(case)
+    out = torch.empty(*call["q"].shape[:2], case.v_dim, dtype=torch.bfloat16, device=DEVICE)
+    pairs = int((call["indices"] <= positions(case)[:, None, None]).sum())  # others are masked
+    read = pairs * layout.FORMATS[case.format].entry_bytes(case.dim)
+    run = lambda: torch.ops.sparse_attn.attend.out(**call, backend="cuda_triton", out=out)  # noqa: E731
+    flops = 2 * pairs * case.heads * (case.dim + case.v_dim)
+    return run, flops, read + 2 * out.numel() + 2 * call["q"].numel()
+
+
+def select_work(case: Selection) -> Work:
+    call = select_arguments(case)
+    pairs = int((positions(case) + 1).sum())
+    read = pairs * layout.FORMATS[case.format].entry_bytes(case.dim)
+    run = lambda: torch.ops.sparse_attn.select(**call, backend="cuda_triton")  # noqa: E731
+    return run, 2 * pairs * case.heads * case.dim, read + 2 * call["q"].numel()
+
+
+def measure(case: Case | Selection, peak: float, bandwidth: float) -> Result:
+    attends = isinstance(case, Case)
+    error = attend_error_of(small(case)) if attends else select_error_of(small_selection(case))
     if not error <= TOLERANCE:
         raise SystemExit(f"{case.name}: error {error:.3g} against the reference; nothing wrong is timed")
-    shape = small(case) if INTERPRETED else case
-    call = arguments(shape)
-    out = torch.empty(*call["q"].shape[:2], case.v_dim, dtype=torch.bfloat16, device=DEVICE)
-    run = lambda: torch.ops.sparse_attn.attend.out(**call, backend="cuda_triton", out=out)  # noqa: E731
+    if attends:
+        run, flops, moved = attend_work(small(case) if INTERPRETED else case)
+    else:
+        run, flops, moved = select_work(small_selection(case) if INTERPRETED else case)
     milliseconds, graph = time_of(run), time_of(graph_of(run))
-    positions = torch.arange(shape.length - shape.rows, shape.length, device=DEVICE).repeat(shape.batch)
-    pairs = int((call["indices"] <= positions[:, None, None]).sum())  # others are masked
-    tflops = 2 * pairs * case.heads * (case.dim + case.v_dim) / graph / 1e9
-    read = pairs * layout.FORMATS[case.format].entry_bytes(case.dim)
-    moved = (read + 2 * out.numel() + 2 * call["q"].numel()) / graph / 1e6
-    return Result(case.name, error, milliseconds, graph, tflops, tflops / peak, moved, moved / bandwidth)
+    tflops, rate = flops / graph / 1e9, moved / graph / 1e6
+    return Result(case.name, error, milliseconds, graph, tflops, tflops / peak, rate, rate / bandwidth)
 
 
 def markdown(device: str, peak: float, bandwidth: float, results: list[Result]) -> str:
@@ -196,7 +286,7 @@ def main() -> None:
     device = "interpreter" if INTERPRETED else torch.cuda.get_device_name()
     peak, bandwidth = limits()
     results = []
-    for case in CASES:
+    for case in (*CASES, *SELECTIONS):
         if options.only in case.name:
             results.append(measure(case, peak, bandwidth))
             print(results[-1], flush=True)

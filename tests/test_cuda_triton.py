@@ -3,10 +3,14 @@ what it does where it cannot refuse."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cases
 import pytest
 import torch
 from compressions import Sequences, lines
+from merges import Merge
+from selections import Batch
 
 import sparse_attn
 from sparse_attn import codecs, env, registry
@@ -208,3 +212,71 @@ def test_compress_takes_any_dimension(dim: int) -> None:
         s.run(impl_of("compress"), s.lengths, s.lengths)
         for j, entry in enumerate(s.entries()[0]):
             assert s.close(entry, s.expected(0, j)[1])
+
+
+def a_selection(**options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    shape = Batch(dict(k=9, out_heads=2, return_values=True) | options, 4, 2, True, [300, 0, 90], [2, 0, 3])
+    return shape.arguments()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "options", [{}, dict(order="score"), dict(keep_first=2, keep_last=3), dict(candidate_k=4)], ids=str
+)
+def test_cut_selections_are_those_of_whole_ones(options: dict, monkeypatch) -> None:
+    """Lists that several programs share, and rows that are scored in several turns."""
+    from sparse_attn.backends.cuda_triton import choose, select
+
+    args, kwargs = a_selection(**options)
+    whole = sparse_attn.select(*args, **kwargs, backend="cuda_triton")
+    monkeypatch.setattr(choose, "MOST_PLACES", 128)
+    monkeypatch.setattr(select, "MOST_SCORES", 3000)
+    cut = sparse_attn.select(*args, **kwargs, backend="cuda_triton")
+    assert all(x is y or torch.equal(x, y) for x, y in zip(whole, cut, strict=True))
+    assert (whole.counts[:2] == 9).all()
+
+
+@interpreted
+@pytest.mark.parametrize("cut", [False, True])
+def test_cut_merges_are_those_of_whole_ones(cut: bool, monkeypatch) -> None:
+    from sparse_attn.backends.cuda_triton import choose, select_merge
+
+    call = Merge(3, 150, width=200, whole=900, order="score")
+    args, kwargs = call.arguments()
+    if cut:
+        monkeypatch.setattr(choose, "MOST_PLACES", 128)
+        monkeypatch.setattr(select_merge, "MOST_SCORES", 2000)
+    merged = sparse_attn.select_merge(*args, **kwargs, backend="cuda_triton")
+    for got, expected in zip(merged, call.expected(), strict=False):
+        assert torch.equal(got, expected)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "options", [{}, dict(block=4, pool="max"), dict(block=4, pool="mean"), dict(score="max")], ids=str
+)
+@pytest.mark.parametrize("fault", ["far", "negative", "short"])
+def test_an_entry_without_a_page_is_selected_and_seen(fault: str, options: dict) -> None:
+    args, kwargs = a_selection(order="index", **options)
+    table = args[5].clone()
+    table[2, 22] = {"far": 1 << 20, "negative": -1, "short": 0}[fault]  # entries 88 and 89: what only the last rows see
+    table = table[:, :22].contiguous() if fault == "short" else table
+    clean = sparse_attn.select(*args, **kwargs, backend="cuda_triton")
+    lengths = torch.tensor([80, 0, 90], dtype=torch.int32)
+    selected = sparse_attn.select(*args[:3], lengths, args[4], table, *args[6:], **kwargs, backend="cuda_triton")
+    lost = 22 if options.get("block") else 88
+    for row in (3, 4):
+        for head in range(2):
+            values = dict(zip(selected.indices[row, head].tolist(), selected.values[row, head].tolist(), strict=True))
+            assert values[lost] != values[lost]
+    assert torch.equal(selected.indices[2], clean.indices[2]) and torch.equal(selected.values[2], clean.values[2])
+
+
+@interpreted
+def test_impossible_lengths_select_nothing_outside() -> None:
+    args, kwargs = a_selection()
+    for starts in ([0, 3, 2, 5], [1, 3, 4, 5], [0, 3, 4, 99], [-4, -3, -2, -1], [9, 9, 9, 9]):
+        for lengths in ([300, 0, 90], [1 << 30, -5, 400]):
+            broken = (torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
+            selected = sparse_attn.select(*args[:2], *broken, *args[4:], **kwargs, backend="cuda_triton")
+            assert (selected.counts <= 9).all() and (selected.indices < 400).all()

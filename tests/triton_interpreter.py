@@ -95,6 +95,14 @@ def cast_impl(self: Any, source: Any, target: Any) -> Any:
     return _cast(self, source, target)
 
 
+def device_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A kernel's call of a function. The interpreter takes the place of the language at every call, which costs more
+    than all else; here only if it has not yet."""
+    if any(tl.core.is_builtin(module.full) for module in self.fn.__globals__.values() if module in (tl, tl.core)):
+        interpreter._patch_lang(self.fn)
+    return self.rewrite()(*args, **kwargs)
+
+
 class NoDevice:
     def get_current_target(self) -> Any:
         return triton.backends.compiler.GPUTarget("cuda", 90, 32)
@@ -111,4 +119,5 @@ class NoDevice:
 
 interpreter._convert_float = convert_float
 Builder.binary_op, Builder.unary_op, Builder.create_dot, Builder.cast_impl = binary_op, unary_op, create_dot, cast_impl
+interpreter.InterpretedFunction.__call__ = device_call
 triton.runtime.driver.set_active(NoDevice())

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sparse_attn.ops.convert import Convert
     from sparse_attn.ops.load import Load
     from sparse_attn.ops.merge import Merge
+    from sparse_attn.ops.select import Select
+    from sparse_attn.ops.select_merge import SelectMerge
     from sparse_attn.ops.store import Store
 
 OLDEST = 80
@@ -75,6 +77,18 @@ def _merge(a: Merge, out: Tensor, lse: Tensor) -> None:
     merge(a, out, lse)
 
 
+def _select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
+    from .select import select
+
+    select(a, indices, counts, values, candidate_blocks)
+
+
+def _select_merge(a: SelectMerge, indices: Tensor, counts: Tensor, values: Tensor) -> None:
+    from .select_merge import select_merge
+
+    select_merge(a, indices, counts, values)
+
+
 def _store(a: Store) -> None:
     from .rows import store
 
@@ -125,6 +139,24 @@ IMPLS = (
         limits={"device": _DEVICES},
         run=_merge,
         tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
+        "select",
+        "cuda_triton",
+        limits={"device": _DEVICES, "dim": Between(1, _WIDEST_ROW)},
+        run=_select,
+        # Standard normal inputs. Products are of queries and keys as they are, sums are of float32.
+        tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (2e-5, 2e-5)),
+        priority=10,
+        available=_unavailable,
+    ),
+    Impl(
+        "select_merge",
+        "cuda_triton",
+        limits={"device": _DEVICES},
+        run=_select_merge,
         priority=10,
         available=_unavailable,
     ),

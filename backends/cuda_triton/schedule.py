@@ -100,3 +100,26 @@ def parts_of(device: Device, programs: int, blocks: int) -> tuple[int, int]:
         return 1, max(blocks, 1)
     part_blocks = -(-blocks // wanted)
     return -(-blocks // part_blocks), part_blocks
+
+
+class ScoreTile(NamedTuple):
+    """Query rows, heads and places of keys that a program of ``select`` takes at a time, and how it is compiled."""
+
+    rows: int
+    heads: int
+    places: int
+    warps: int
+    stages: int
+
+
+@cache
+def score_tile_of(heads: int, shape: Shape, compute_bytes: int, apart: bool, mean: bool) -> ScoreTile:
+    """Tile for segments of ``heads`` query heads. Rows are scored together, unless they lie ``apart``, while they and
+    their heads are few."""
+    wide = shape.leads == 2 or compute_bytes > 2
+    lanes = SMALLEST if wide else 64
+    block_h = min(power_of_two(heads), lanes)
+    rows = 1 if apart else min(lanes // block_h, 16)  # beside the marks of what more rows see there is no room
+    block_h = max(block_h, SMALLEST // rows)
+    places = SMALLEST if compute_bytes == 8 else 32 if wide or mean else 64
+    return ScoreTile(rows, block_h, places, 4, 2)
