@@ -69,6 +69,12 @@ class Platform:
             raise NotImplementedError("Sparse Attention is not supported on CPU.")
         return "theirs"
 
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """As vLLM 0.32 for latent attention, which its own kernels need."""
+        vllm_config.scheduler_config.enable_chunked_prefill = vllm_config.cache_config.enable_prefix_caching = False
+        vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.cache_config.block_size = 8192, 16
+
 
 def resolve(path: str) -> Any:
     module, name = path.rsplit(".", 1)
@@ -233,3 +239,15 @@ def test_pairs_that_do_not_run_are_refused_at_load(vllm: Any) -> None:
     vllm.model_config.hf_text_config.to_dict = lambda: V32 | dict(kv_lora_rank=128)
     with pytest.raises(Unsupported, match="expected rows of 576 elements, got 192"):
         platform.get_attn_backend_cls(None, selector(use_mla=True, use_sparse=True, kv_cache_dtype="fp8_ds_mla"))
+
+
+@pytest.mark.parametrize("config", [V32, LLAMA])
+def test_where_layers_select_chunks_and_prefixes_stay_as_asked(vllm: Any, config: dict[str, Any]) -> None:
+    platform = import_module(f"{PACKAGE}.cpu").SparseCpuPlatform
+    vllm.model_config.hf_text_config.to_dict = lambda: config
+    vllm.scheduler_config = SimpleNamespace(enable_chunked_prefill=True, max_num_batched_tokens=96)
+    vllm.cache_config = SimpleNamespace(enable_prefix_caching=True, block_size=32, user_specified_block_size=True)
+    platform.check_and_update_config(vllm)
+    kept = vllm.scheduler_config.enable_chunked_prefill, vllm.cache_config.enable_prefix_caching
+    sizes = vllm.scheduler_config.max_num_batched_tokens, vllm.cache_config.block_size
+    assert (kept, sizes) == (((True, True), (96, 32)) if config is V32 else ((False, False), (8192, 16)))

@@ -24,8 +24,8 @@ if importlib.util.find_spec("vllm") is None:
 
 HERE = Path(__file__).parent
 CUSTOM = dict(attention_config=dict(backend="CUSTOM"))
-LATENT = dict(num_gpu_blocks_override=32, attention_config=dict(indexer_kv_dtype="bf16"))
-PACKED = dict(num_gpu_blocks_override=32, dtype="bfloat16", kv_cache_dtype="fp8_ds_mla")
+LATENT = dict(attention_config=dict(indexer_kv_dtype="bf16"))
+PACKED = dict(dtype="bfloat16", kv_cache_dtype="fp8_ds_mla")
 SCHEDULER = "sparse_attn.integrations.vllm.scheduler.SparseAttnScheduler"
 
 

@@ -85,6 +85,7 @@ class SparseLatentImpl(MLAAttentionImpl[Step]):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,
     ) -> None:
         """Store rows ``[T, kv_lora_rank]`` and ``[T, 1, rope]``. A cache that is not there yet is empty."""
         if kv_cache.numel():
