@@ -1,4 +1,5 @@
-"""``python -m sparse_attn``: doctor, plan, metrics, calibrate, crossover, profile, quality, support, demo, version."""
+"""``python -m sparse_attn``: doctor, plan, metrics, calibrate, crossover, profile, quality, support, demo, serve, bench,
+version."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ COMMANDS = {
     "quality": ("quality.cli", "main", "what a selection costs a model, and the share to take: [MODEL]"),
     "support": ("support", "main", "what each kernel can do: [OP] [--json | --markdown], or --engines"),
     "demo": ("demo", "main", "a language model on sparse attention, and a report"),
+    "serve": ("serve", "main", "a model behind an OpenAI-compatible endpoint, small on purpose"),
+    "bench": ("bench", "main", "benchmarks of a checkout: --suite NAME"),
 }
-NEED_TORCH = ("profile", "quality", "support", "demo")
+NEED_TORCH = ("profile", "quality", "support", "demo", "serve", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:

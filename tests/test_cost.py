@@ -41,6 +41,13 @@ def four_terms(module: ModuleType) -> None:
     apart = module.Predictor(MODEL, module.StepCost(2.0, attended=1e-6), module.StepCost(3.0, attended=1e-3))
     expected = 3 + 1e-6 * found.attended_pairs + 1e-3 * whole.attended_pairs
     assert apart.seconds(works) == pytest.approx(expected)
+    chunks = module.Predictor(
+        MODEL, module.StepCost(2.0, attended=1e-6), chunk_cost=module.StepCost(4.0, attended=1e-9)
+    )
+    several = Counter(MODEL)([(0, 100)]).attended_pairs + whole.attended_pairs
+    assert chunks.seconds(works) == pytest.approx(
+        4 + 1e-6 * (found.attended_pairs - several + whole.attended_pairs) + 1e-9 * several
+    )
     assert (apart.parts(works[:2]) + apart.parts(works[2:])).seconds == pytest.approx(expected), "parts add up"
 
 
@@ -116,6 +123,7 @@ FAULTS = {
         (four_terms, "True: dense_cost or cost", "True: cost"),
         (four_terms, "Counter(dense(sparse.model))", "sparse"),
         (four_terms, "if counts.tokens:", "if True:"),
+        (four_terms, "(chunks, self.chunk_costs)", "(chunks, self.costs)"),
         (a_slower_device_is_noticed, "self.weight * (log(measured / predicted) - self._log)", "0"),
         (a_slower_device_is_noticed, "(log(measured / predicted) - self._log)", "log(measured / predicted)"),
         (a_slower_device_is_noticed, "self.correction.factor * parts.seconds", "parts.seconds"),
@@ -165,6 +173,8 @@ def test_refusals() -> None:
         StepCost.from_dict({"step": 1.0})
     with pytest.raises(ValueError, match="dense_cost: expected one of 'a', got one of 'b'"):
         Predictor(MODEL, StepCost(device="a"), StepCost(device="b"))
+    with pytest.raises(ValueError, match="chunk_cost: expected one of 'a', got one of 'b'"):
+        Predictor(MODEL, StepCost(device="a"), chunk_cost=StepCost(device="b"))
     with pytest.raises(ValueError, match="weight: expected more than 0"):
         Correction(0)
     with pytest.raises(ValueError, match="expected times above 0"):

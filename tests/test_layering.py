@@ -14,7 +14,7 @@ BACKENDS = sorted(path.parent.name for path in ROOT.glob("backends/*/__init__.py
 NO_TORCH = (
     *("pages", "metrics", "records", "observer", "dashboard", "admission", "stats"),
     *("planner", "devices", "weights", "traces", "engines", "exposition", "diagnosis"),
-    *("prefix", "manager", "waste", "cost", "batching", "calibration", "knee", "crossover"),
+    *("prefix", "manager", "waste", "cost", "batching", "calibration", "knee", "crossover", "scheduler"),
 )
 LOWEST = {
     "layout": (),

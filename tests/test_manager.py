@@ -221,7 +221,7 @@ FAULTS = [
         "copies.append(Copy(plane, table[place], target))",
         "copies.append(Copy(plane, target, target))",
     ),
-    ("a prefix is not held", "self.pool.share(held.pages)\n        first", "first"),
+    ("a prefix is not held", "self.pool.share(self._cached[own].pages)\n        first", "first"),
     ("a prefix of another length", "first = len(keys) if self._exact else 1", "first = 1"),
     ("prefixes hold pages for ever", "self.pool.drop(self._cached.pop(key).pages)", "self._cached.pop(key)"),
     ("keys outlive their prefix", "if found[0] != key}", "}"),
@@ -295,6 +295,11 @@ def test_a_prefix_is_found_with_its_ring_and_state_at_the_length_that_was_kept()
     growing.keep("a", prefix_keys(prompt[:16], 8))
     assert filled(growing, "c", 12, prefix_keys(prompt[:12], 8)) == 8
     assert filled(growing, "f", 20, prefix_keys(prompt, 8)) == 16
+    growing.keep("f", prefix_keys(prompt, 8))  # of its first 16 tokens; it has 20
+    assert growing.new_pages(20, prefix_keys(prompt, 8)) == growing.pages_for(20) - growing.pages_for(16)
+    for name in "acf":
+        growing.free(name)
+    assert growing.new_pages(20, prefix_keys(prompt, 8)) == growing.pages_for(20), "nobody uses the cached pages"
     other = [*prompt[:3], 99, *prompt[4:]]
     assert filled(growing, "d", 20, prefix_keys(other, 8)) == 0
     assert filled(growing, "e", 20, prefix_keys(prompt, 8, b"another model")) == 0

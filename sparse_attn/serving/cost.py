@@ -109,6 +109,8 @@ class Predictor:
         cost: coefficients.
         dense_cost: of sequences that attend to everything, if another kernel serves them; default: ``cost``.
         correction: takes in measured times.
+        chunk_cost: of sequences that compute several tokens, whose pairs cost less where kernels read a key once for
+            all of them; default: as those that decode.
     """
 
     def __init__(
@@ -117,13 +119,16 @@ class Predictor:
         cost: StepCost,
         dense_cost: StepCost | None = None,
         correction: Correction | None = None,
+        chunk_cost: StepCost | None = None,
     ) -> None:
         sparse = Counter(model)
         self.costs = {False: cost, True: dense_cost or cost}
+        self.chunk_costs = {False: chunk_cost, True: chunk_cost} if chunk_cost else self.costs
         self.counters = {False: sparse, True: Counter(dense(sparse.model))}
         self.correction = correction or Correction()
-        if self.costs[True].device != cost.device:
-            raise ValueError(f"dense_cost: expected one of {cost.device!r}, got one of {self.costs[True].device!r}")
+        for name, other in (("dense_cost", dense_cost), ("chunk_cost", chunk_cost)):
+            if other and other.device != cost.device:
+                raise ValueError(f"{name}: expected one of {cost.device!r}, got one of {other.device!r}")
 
     @property
     def device(self) -> str:
@@ -138,10 +143,13 @@ class Predictor:
 
     def parts(self, works: Iterable[Work]) -> Parts:
         """Uncorrected time of a step; 0 of none."""
-        found = Parts()
-        for path, counts in self.counts(works).items():
-            if counts.tokens:
-                found += Parts(self.costs[path].step, self.costs[path].variable(counts))
+        found, works = Parts(), list(works)
+        chunks = [work for work in works if work.after - work.before > 1]
+        decoding = [work for work in works if work.after - work.before <= 1]
+        for some, costs in ((decoding, self.costs), (chunks, self.chunk_costs)):
+            for path, counts in self.counts(some).items():
+                if counts.tokens:
+                    found += Parts(costs[path].step, costs[path].variable(counts))
         return found
 
     def seconds(self, works: Iterable[Work]) -> float:

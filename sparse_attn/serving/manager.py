@@ -168,6 +168,17 @@ class CacheManager:
         """Pages of a sequence of so many tokens that shares none."""
         return sum(plane.pages(tokens) for plane in self.planes)
 
+    def new_pages(self, tokens: int, keys: Sequence[bytes] = ()) -> int:
+        """Pages by which a sequence of so many tokens would add to those in use, if it began with the longest cached
+        prefix among ``keys``: without those that other sequences hold already."""
+        known = self._longest(keys)
+        if known is None:
+            return self.pages_for(tokens)
+        own, found = self._prefixes[known]
+        tables = self._cached[own].copy(found, self.planes).tables
+        shared = [page for plane in self.planes if plane.grows for page in tables[plane.name]]
+        return self.pages_for(tokens) - sum(page in self._users for page in shared)
+
     def tokens(self, sequence: Hashable) -> int:
         return self._known(sequence).tokens
 
@@ -192,7 +203,7 @@ class CacheManager:
         Leave at least one token of the prompt out of ``keys``: a step needs one to compute.
         """
         self._refuse_known(sequence)
-        known = next((key for key in reversed(keys) if key in self._prefixes), None)
+        known = self._longest(keys)
         held = _Held(0, {plane.name: [] for plane in self.planes})
         if known is not None:
             own, tokens = self._prefixes[known]
@@ -268,23 +279,24 @@ class CacheManager:
     # --- Cached prefixes
 
     def keep(self, sequence: Hashable, keys: Sequence[bytes]) -> None:
-        """Cache what the sequence holds now, ring and state included: ``keys`` are of all of its tokens.
+        """Cache what the sequence holds of its first blocks: ``keys`` are of those.
 
-        Where planes grow and no more, every shorter prefix is found as well. With a ring or a state only this length
-        is: end the prefill chunk there first.
+        Where planes grow and no more, every shorter prefix is found as well. With a ring or a state, which are of one
+        length, ``keys`` must be of all of its tokens, and only this length is found: end the prefill chunk there first.
         """
         held = self._known(sequence)
-        if not keys or held.tokens != len(keys) * self.block:
+        tokens = len(keys) * self.block
+        if not keys or tokens > held.tokens or (self._exact and tokens != held.tokens):
             raise ValueError(
-                f"sequence {sequence!r}: expected a key for each of its blocks of {self.block} tokens, full ones, got "
-                f"{len(keys)} for {held.tokens} tokens"
+                f"sequence {sequence!r}: expected keys of {'all' if self._exact else 'some'} of its blocks of "
+                f"{self.block} tokens, full ones, got {len(keys)} for {held.tokens} tokens"
             )
         own = keys[-1]
         if own in self._cached:
             self._cached.move_to_end(own)
             return
-        self._cached[own] = held.copy(held.tokens, self.planes)
-        self.pool.share(held.pages)
+        self._cached[own] = held.copy(tokens, self.planes)
+        self.pool.share(self._cached[own].pages)
         first = len(keys) if self._exact else 1
         self._prefixes.update({keys[n - 1]: (own, n * self.block) for n in range(first, len(keys) + 1)})
 
@@ -345,6 +357,10 @@ class CacheManager:
             self._users[page] -= 1
             if not self._users[page]:
                 del self._users[page]
+
+    def _longest(self, keys: Sequence[bytes]) -> bytes | None:
+        """The last of ``keys`` under which a prefix is cached."""
+        return next((key for key in reversed(keys) if key in self._prefixes), None)
 
     def _known(self, sequence: Hashable) -> _Held:
         if sequence not in self._sequences:

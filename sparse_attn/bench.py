@@ -1,0 +1,31 @@
+"""``python -m sparse_attn bench --suite NAME``: runs ``benchmarks/NAME.py`` of a checkout, which has the options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+SUITES = {"serving": "admission by memory and compute against a static limit, on a real model: docs/serving.md"}
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def main(argv: list[str]) -> int:
+    """Run a suite. Returns its code, or 2 outside of a checkout."""
+    about = "\n".join(f"{name}: {what}" for name, what in SUITES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_attn bench",
+        description=f"Benchmarks; --suite NAME --help shows the options of one.\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help="--suite" not in argv,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    options, rest = parser.parse_known_args(argv)
+    if not FOLDER.is_dir():
+        print("bench: expected a checkout with the folder benchmarks, got an installed package", file=sys.stderr)
+        return 2
+    sys.path.insert(0, str(FOLDER))
+    code: int = import_module(options.suite).main(rest)
+    return code

@@ -1,0 +1,146 @@
+"""``python -m sparse_attn serve``: a model behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from fractions import Fraction
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+MODULES = ("starlette", "uvicorn", "prometheus_client", "transformers")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until SIGINT or SIGTERM. Returns 2 if it cannot."""
+    options = parse(argv)
+    missing = [name for name in MODULES if find_spec(name) is None]
+    if missing:
+        print(f"serve needs {', '.join(missing)}: pip install 'sparse-attn[serve]'", file=sys.stderr)
+        return 2
+    import uvicorn
+
+    from .demo.model import CannotRun
+
+    try:
+        app = application(options)
+    except (CannotRun, OSError, ValueError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
+    # connections that are open when it is told to end have so long for their answers
+    uvicorn.run(app, host=options.host, port=options.port, log_level="info", timeout_graceful_shutdown=options.grace)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_attn serve",
+        description="Serves a Llama-style model of transformers with sparse attention on paged int8 K/V and int4 index "
+        "keys: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health. Small on purpose; there are no "
+        "keys and no users, so it listens to this machine alone unless told otherwise.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, metavar="FOLDER", help="a checkpoint of transformers; without, the demo's SmolLM2-135M")
+    add("--host", default="127.0.0.1", help="address to listen to")
+    add("--port", type=int, default=8000, help="0: any")
+    add("--pages", type=int, default=1024, help="pages of the pool")
+    add("--page-size", type=int, default=64, help="tokens of a page")
+    add("--share", type=Fraction, default=Fraction(1, 4), help="of the tokens before it that a generated token attends")
+    add("--reserve", type=float, default=0.15, help="share of the pool that admission leaves to requests that grow")
+    add("--tokens", type=int, default=256, help="tokens of a step at most")
+    add("--running", type=int, default=64, help="requests that run at most")
+    add("--queue", type=int, default=256, help="requests that wait at most; more are answered by 429")
+    add("--mode", choices=("off", "observe", "enforce"), default="enforce", help="of admission")
+    add("--budget", type=float, default=0.2, help="seconds that a step may take")
+    add("--hold", type=float, default=30.0, help="seconds that a request may wait; later it is answered by 503")
+    add("--profile", type=Path, metavar="FILE", help="of step times, from calibrate; without, memory alone decides")
+    add("--device", default="", metavar="NAME", help="the fingerprint that the profile was calibrated with")
+    add("--records", type=Path, metavar="FILE", help="append a line of JSON for each step and request, for calibrate")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
+    add("--threads", type=int, metavar="N", help="CPU threads; without, PyTorch's choice")
+    add("--grace", type=int, default=30, metavar="SECONDS", help="for requests that run when it is told to end")
+    return parser.parse_args(argv)
+
+
+def application(options: argparse.Namespace) -> Any:
+    """The app, whose engine runs while it does."""
+    import torch
+    from prometheus_client import CollectorRegistry
+
+    from .serving.admission import Admission, Limits
+    from .serving.cost import Predictor, StepCost
+    from .serving.engine import Engine
+    from .serving.http import Endpoint
+    from .serving.manager import CacheManager
+    from .serving.metrics import Exporter
+    from .serving.observer import Observer
+    from .serving.records import Records
+    from .serving.runner import Runner
+    from .serving.scheduler import Scheduler, Steps
+    from .serving.service import ServiceMetrics
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model, tokenizer, name = load(options.model)
+    runner = Runner(model.to(getattr(torch, options.dtype)), options.pages, options.page_size, options.share)
+    predictor = None
+    if options.profile:
+        predictor = Predictor(runner.plan, StepCost.from_dict(json.loads(options.profile.read_text())))
+    limits = Limits(options.budget, hold=options.hold, overdue="refuse")
+    admission = Admission(limits, predictor, options.device, options.mode)
+    if admission.alarm:
+        print(f"serve: {admission.alarm}", file=sys.stderr)
+    manager = CacheManager([runner.memory.plane], options.pages, reserve=options.reserve)
+    steps = Steps(options.tokens, options.running, options.queue)
+    registry = CollectorRegistry()
+    records = Records(str(options.records)) if options.records else None
+    observer = Observer(runner.plan, Exporter(name, registry=registry), records, formats=runner.formats)
+    scheduler = Scheduler(manager, admission, steps, salt=name.encode())
+    engine = Engine(runner, scheduler, observer=observer, watcher=ServiceMetrics(registry))
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        engine.close()
+
+    return Endpoint(engine, served(model, tokenizer, name, runner.longest), registry).app(lifespan)
+
+
+def load(folder: Path | None) -> tuple[Any, Any, str]:
+    """The model, its tokenizer, and the name it is served under."""
+    if folder is None:
+        from .demo.model import load
+
+        return *load(lambda said: print(said, file=sys.stderr)), "smollm2-135m-instruct"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True), folder.resolve().name
+
+
+def served(model: Any, tokenizer: Any, name: str, longest: int) -> Any:
+    """What the endpoint needs to know of the model."""
+    from tokenizers.decoders import DecodeStream
+
+    from .serving.http import Served
+
+    def decoder() -> Callable[[int], str | None]:
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token: stream.step(tokenizer.backend_tokenizer, token)
+
+    def chat(messages: list[dict[str, Any]]) -> list[int]:
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    stop = {tokenizer.eos_token_id, *_ids(model.generation_config.eos_token_id)} - {None}
+    return Served(name, tokenizer.encode, chat, decoder, longest, model.config.vocab_size, frozenset(stop))
+
+
+def _ids(found: int | list[int] | None) -> list[int | None]:
+    return list(found) if isinstance(found, list) else [found]

@@ -1,0 +1,305 @@
+"""An OpenAI-compatible endpoint of an engine, with Starlette: completions, chat, models, metrics, health.
+
+A client that goes ends its request. A client that reads slowly holds up nobody: its tokens wait for it, at most as many
+as it asked for. A full queue is answered by 429, an engine that ends or a wait that became too long by 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from .engine import Engine
+from .runner import Sampling
+from .scheduler import Event, Refused, Request
+
+STATUS = {"infeasible": 400, "queue": 429, "overdue": 503, "closed": 503}
+"""Of refusals, by reason."""
+RETRY_AFTER = "1"
+"""Seconds after which a refused client may try again."""
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "model": str,
+    "stream": bool,
+    "stream_options": dict,
+    "max_tokens": int,
+    "max_completion_tokens": int,
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "seed": int,
+    "dense": bool,
+    "user": str,
+}
+"""What a request may have besides its prompt or messages. ``dense`` is an extension: attend to everything."""
+DEFAULTS = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0}
+"""What clients send though it changes nothing. Other values are refused."""
+
+
+class BadRequest(ValueError):
+    """A request that is wrong, with what was expected."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as it is served.
+
+    ``chat`` gives the tokens of messages. ``longest``: tokens of prompt and output that the model can have. ``stop``:
+    tokens that end an answer. ``decoder`` makes a function from a token to the text that it adds, None if incomplete.
+    """
+
+    name: str
+    encode: Callable[[str], list[int]]
+    chat: Callable[[list[dict[str, Any]]], list[int]]
+    decoder: Callable[[], Callable[[int], str | None]]
+    longest: int
+    vocabulary: int
+    stop: frozenset[int]
+
+
+class Answer:
+    """A request of a client, and its tokens as they come."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.engine, self.request = engine, request
+        self._events: asyncio.Queue[Event | Refused] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listener(what: Event | Refused) -> None:
+            loop.call_soon_threadsafe(self._events.put_nowait, what)
+
+        engine.submit(request, listener)
+
+    async def next(self) -> Event:
+        """Raises ``Refused``."""
+        what = await self._events.get()
+        if isinstance(what, Refused):
+            raise what
+        return what
+
+    def close(self) -> None:
+        self.engine.cancel(self.request.name)
+
+
+class Endpoint:
+    """The routes."""
+
+    def __init__(self, engine: Engine, served: Served, registry: Any) -> None:
+        self.engine, self.served, self.registry = engine, served, registry
+        self._created = int(time.time())
+
+    def app(self, lifespan: Any = None) -> Starlette:
+        """``lifespan``: what runs while it does."""
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/metrics", self.metrics),
+            Route("/health", self.health),
+        ]
+        return Starlette(routes=routes, lifespan=lifespan)
+
+    async def models(self, _: HttpRequest) -> Response:
+        model = {"id": self.served.name, "object": "model", "created": self._created, "owned_by": "sparse_attn"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def health(self, _: HttpRequest) -> Response:
+        """200 while requests are taken."""
+        status = self.engine.status
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def completions(self, http: HttpRequest) -> Response:
+        return await self._answer(http, "prompt")
+
+    async def chat(self, http: HttpRequest) -> Response:
+        return await self._answer(http, "messages")
+
+    async def _answer(self, http: HttpRequest, asked: str) -> Response:
+        answer = None
+        try:
+            body = await self._body(http, asked)
+            request = self._request(body, self._tokens(body[asked], asked))
+            answer = Answer(self.engine, request)
+            # refusals of those that wait have a status of their own, so nothing is sent before the first token
+            first = await self._unless_gone(http, answer)
+        except BadRequest as error:
+            return _error(400, "invalid_request_error", str(error))
+        except Refused as error:
+            kind = "invalid_request_error" if error.reason == "infeasible" else "overloaded_error"
+            return _error(STATUS[error.reason], kind, str(error))
+        if first is None:
+            return Response(status_code=499)
+        form = _Form(asked == "messages", self.served.name, request.prompt)
+        if body.get("stream"):
+            usage = bool(body.get("stream_options", {}).get("include_usage"))
+            return StreamingResponse(self._stream(answer, first, form, usage), media_type="text/event-stream")
+        return await self._whole(http, answer, first, form)
+
+    # --- What a client asks
+
+    async def _body(self, http: HttpRequest, asked: str) -> dict[str, Any]:
+        try:
+            body = await http.json()
+        except ValueError as error:
+            raise BadRequest(f"body: expected JSON: {error}") from None
+        if not isinstance(body, dict) or asked not in body:
+            raise BadRequest(f"body: expected an object with {asked}")
+        for name, value in body.items():
+            if name == asked or (name in FIELDS and value is None) or (name in DEFAULTS and value == DEFAULTS[name]):
+                continue
+            if name not in FIELDS:
+                raise BadRequest(f"{name}: expected one of {', '.join(sorted(FIELDS))}, got {value!r}")
+            wanted = FIELDS[name]
+            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+                raise BadRequest(f"{name}: expected {getattr(wanted, '__name__', 'a number')}, got {value!r}")
+        if body.get("model") not in (None, self.served.name):
+            raise BadRequest(f"model: expected {self.served.name!r}, got {body['model']!r}")
+        return body
+
+    def _tokens(self, asked: Any, name: str) -> list[int]:
+        if name == "messages":
+            try:
+                return self.served.chat(asked)
+            except Exception as error:  # noqa: BLE001 - a chat template raises whatever its author chose
+                raise BadRequest(f"messages: expected a list of objects with role and content: {error}") from None
+        if isinstance(asked, str):
+            return self.served.encode(asked)
+        if isinstance(asked, list) and asked and all(type(token) is int for token in asked):
+            if min(asked) >= 0 and max(asked) < self.served.vocabulary:
+                return list(asked)
+            raise BadRequest(f"prompt: expected tokens of 0 to {self.served.vocabulary - 1}, got others")
+        raise BadRequest("prompt: expected a text, or a list of tokens; send several prompts as several requests")
+
+    def _request(self, body: Mapping[str, Any], tokens: list[int]) -> Request:
+        room = self.served.longest - len(tokens)
+        output = body.get("max_completion_tokens") or body.get("max_tokens") or min(room, 256)
+        if not tokens or output < 1 or output > room:
+            raise BadRequest(
+                f"max_tokens: expected a prompt, and at most {self.served.longest} tokens with it, got {len(tokens)} "
+                f"and {output}"
+            )
+        temperature, top_p = body.get("temperature") or 0.0, body.get("top_p")
+        top_p = 1.0 if top_p is None else top_p
+        if not 0 <= temperature <= 2 or not 0 < top_p <= 1:
+            raise BadRequest(f"temperature, top_p: expected 0 to 2, above 0 to 1, got {temperature} and {top_p}")
+        seed = body.get("seed")
+        draw = torch.Generator()
+        draw.seed() if seed is None else draw.manual_seed(seed)
+        sampling = Sampling(float(temperature), float(top_p), draw)
+        dense = bool(body.get("dense"))
+        return Request(uuid4().hex, tokens, output, dense, self.served.stop, options=sampling)
+
+    # --- What it gets
+
+    async def _unless_gone(self, http: HttpRequest, answer: Answer) -> Event | None:
+        """The next event; None if the client went before, whose request is then cancelled."""
+        following = asyncio.ensure_future(answer.next())
+        try:
+            while not (await asyncio.wait({following}, timeout=GONE))[0]:
+                if await http.is_disconnected():
+                    return None
+            return following.result()
+        finally:
+            if not following.done() or following.cancelled():
+                following.cancel()
+                answer.close()
+
+    async def _whole(self, http: HttpRequest, answer: Answer, event: Event | None, form: _Form) -> Response:
+        decode, text, count = self.served.decoder(), "", 0
+        while event is not None:
+            count += event.token is not None
+            text += self._text(decode, event)
+            if event.finish == "error":
+                return _error(500, "server_error", "expected finite logits, got others")
+            if event.finish:
+                return JSONResponse(form.whole(text, event.finish, count))
+            try:
+                event = await self._unless_gone(http, answer)
+            except Refused as error:
+                return _error(STATUS[error.reason], "overloaded_error", str(error))
+        return Response(status_code=499)
+
+    async def _stream(self, answer: Answer, event: Event, form: _Form, usage: bool) -> AsyncIterator[str]:
+        decode, count = self.served.decoder(), 0
+        try:
+            while True:
+                count += event.token is not None
+                yield _line(form.part(self._text(decode, event), event.finish))
+                if event.finish:
+                    break
+                event = await answer.next()
+            if usage:
+                yield _line(form.usage(count))
+        except Refused as error:
+            yield _line({"error": {"message": str(error), "type": "overloaded_error"}})
+        finally:
+            answer.close()
+        yield "data: [DONE]\n\n"
+
+    def _text(self, decode: Callable[[int], str | None], event: Event) -> str:
+        if event.token is None or event.token in self.served.stop:
+            return ""
+        return decode(event.token) or ""
+
+
+GONE = 0.5
+"""Seconds after which it is looked whether a client that waits is still there."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The objects of the two endpoints."""
+
+    chat: bool
+    model: str
+    prompt: int
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = "chat.completion" if self.chat else "text_completion"
+        kind = f"{name}.chunk" if self.chat and kind == "chunk" else name
+        return {
+            "id": f"cmpl-{uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def whole(self, text: str, finish: str, tokens: int) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+        choice |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        return {**self._object("whole", [choice]), "usage": self._usage(tokens)}
+
+    def part(self, text: str, finish: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+        choice |= {"delta": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        return self._object("chunk", [choice])
+
+    def usage(self, tokens: int) -> dict[str, Any]:
+        return {**self._object("chunk", []), "usage": self._usage(tokens)}
+
+    def _usage(self, tokens: int) -> dict[str, int]:
+        return {"prompt_tokens": self.prompt, "completion_tokens": tokens, "total_tokens": self.prompt + tokens}
+
+
+def _line(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def _error(status: int, kind: str, message: str) -> Response:
+    headers = {"Retry-After": RETRY_AFTER} if status in (429, 503) else None
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status, headers)

@@ -1,0 +1,256 @@
+"""Runs the steps of a scheduler on a Llama-style model of ``transformers``, with its cache in pages.
+
+The model is used as it is: ``AttentionInterface`` hands over q, k and v of each layer for all sequences of the step.
+k and v go into the pages with ``store``; ``select`` and ``attend`` read them back through page tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import pages_for
+from ..models import METHODS, Model, gqa, sparse
+from ..ops.attend import attend
+from ..ops.select import select
+from ..ops.store import store
+from .manager import Copy
+from .memory import PLANE, LayerPlanes, Memory
+from .scheduler import Part, Plan, Save
+
+ATTENTION = "sparse_attn_pages"
+"""The name under which the attention is registered with transformers."""
+
+KEEP_FIRST, KEEP_LAST, FLOOR = 4, 32, 256
+"""Entries at either end that a row always attends, and how few it attends at least."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """``temperature`` 0 is greedy; ``top_p``: of the likeliest tokens, this share of the probability. ``draw``: of this
+    request alone, so that neighbours change nothing."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    draw: torch.Generator | None = None
+
+    def __call__(self, logits: Tensor) -> int:
+        """A token, from float32 ``[vocabulary]``."""
+        if not self.temperature:
+            return int(logits.argmax())
+        probabilities = (logits / self.temperature).softmax(-1)
+        ordered, tokens = probabilities.sort(descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0.0)
+        return int(tokens[torch.multinomial(ordered, 1, generator=self.draw)])
+
+
+GREEDY = Sampling()
+
+
+@dataclass
+class Batch:
+    """Sequences that go into one call of each op: those that select, or those that attend to everything."""
+
+    rows: slice
+    cu_seqlens: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    most_rows: int
+    most_tokens: int
+    budgets: Tensor | None
+    """int32 ``[rows]``; None attends to everything."""
+    most: int = 0
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], start: int, share: Fraction | None, page_size: int) -> Batch:
+        counts = [part.after - part.before for part in parts]
+        lengths = [part.after for part in parts]
+        width = pages_for(max(lengths), page_size)
+        table = torch.zeros(len(parts), width, dtype=torch.int32)
+        for row, part in zip(table, parts, strict=True):
+            pages = part.tables[PLANE]
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        budgets = None
+        if share is not None:
+            visible = torch.cat([torch.arange(part.before, part.after) for part in parts]) + 1
+            wanted = -(-visible * share.numerator // share.denominator)
+            budgets = torch.minimum(wanted.clamp(min=FLOOR), visible).int()
+        return cls(
+            slice(start, start + sum(counts)),
+            torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            table,
+            max(counts),
+            max(lengths),
+            budgets,
+            0 if budgets is None else max(int(budgets.max()), KEEP_FIRST + KEEP_LAST),
+        )
+
+    def attend(self, planes: LayerPlanes, q: Tensor, scale: float, score: str) -> Tensor:
+        """Attention of ``q [rows, Hq, D]`` in one layer."""
+        common = (self.cu_seqlens, self.seq_lens)
+        bounds = (self.most_rows, self.most_tokens)
+        indices = counts = None
+        if self.budgets is not None:
+            selected = select(
+                q.unflatten(1, (planes.index.plane.shape[2], -1)).sum(2) if score == "dot" else q,
+                None,
+                *common,
+                planes.index.plane,
+                self.page_table,
+                self.most,
+                scale,
+                *bounds,
+                key_scale=planes.index.scale,
+                format=planes.index.format,
+                row_k=self.budgets,
+                score=score,
+                out_heads=planes.index.plane.shape[2],
+                keep_first=KEEP_FIRST,
+                keep_last=KEEP_LAST,
+                order="index",  # of memory
+            )
+            indices, counts = selected.indices, selected.counts
+        out = attend(
+            q,
+            *common,
+            scale,
+            q.shape[2],
+            *bounds,
+            kv=planes.keys.plane,
+            kv_scale=planes.keys.scale,
+            v=planes.values.plane,
+            v_scale=planes.values.scale,
+            page_table=self.page_table,
+            format=planes.keys.format,
+            indices=indices,
+            index_counts=counts,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+@dataclass
+class Step:
+    """What a forward pass tells every layer."""
+
+    memory: Memory
+    slots: Tensor
+    batches: Sequence[Batch]
+    score: str
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Store ``k`` and ``v`` (``[T, Hkv, D]``), and attend ``q [T, Hq, D]``."""
+        planes = self.memory.layers[layer]
+        for rows, new in ((planes.keys, k), (planes.values, v), (planes.index, k)):
+            store(new, rows.plane, self.slots, scale=rows.scale, format=rows.format)
+        return torch.cat([batch.attend(planes, q[batch.rows], scale, self.score) for batch in self.batches])
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
+    scaling: float, step: Step, **_: Any
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function that transformers calls: q ``[1, Hq, T, D]``, new k and v ``[1, Hkv, T, D]``."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return step.attend(module.layer_idx, q, k, v, scaling)[None], None
+
+
+def _no_mask(**_: Any) -> None:
+    """The mask function that transformers calls. The ops derive causality from lengths."""
+
+
+class Runner:
+    """A model, and the bytes of its cache.
+
+    Args:
+        model: ``LlamaForCausalLM``, or a model with the same arguments.
+        pages, page_size: of the pool.
+        share: of the visible entries that requests attend which are not dense.
+        score: of ``select``: ``"dot"`` is the cheapest, and ``"softmax_sum"`` the probabilities of attention.
+        format, index_format: of keys and values, and of index keys.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pages: int,
+        page_size: int = 64,
+        share: Fraction = Fraction(1, 4),
+        score: str = "dot",
+        format: str = "int8",
+        index_format: str = "int4_index_h",
+    ) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(ATTENTION, _attention)
+        AttentionMaskInterface.register(ATTENTION, _no_mask)
+        model.set_attn_implementation(ATTENTION)
+        config = model.config
+        heads, dim = config.num_key_value_heads, config.head_dim
+        self.model, self.share, self.score = model, share, score
+        self.longest: int = config.max_position_embeddings
+        self.memory = Memory(config.num_hidden_layers, heads, dim, pages, page_size, format, index_format)
+        whole = gqa(config.model_type, config.num_hidden_layers, config.num_attention_heads, heads, dim, format)
+        self.plan: Model = sparse(whole, METHODS["tokens"], FLOOR, share)
+        """For counts and costs."""
+        self.formats = {"main": format, "index": index_format}
+        self._saved: dict[Hashable, Tensor] = {}
+
+    def run(self, plan: Plan) -> dict[Hashable, int | None]:
+        """Run a step. Returns the next token of each part that samples, None where its logits are not finite."""
+        self._move(plan)
+        if not plan.parts:
+            return {}
+        parts = sorted(plan.parts, key=lambda part: part.dense)
+        selecting = [part for part in parts if not part.dense]
+        rows = sum(part.after - part.before for part in selecting)
+        batches = []
+        for some, start, share in ((selecting, 0, self.share), (parts[len(selecting) :], rows, None)):
+            if some:
+                batches.append(Batch.of(some, start, share, self.memory.page_size))
+        slots = torch.tensor([slot for part in parts for slot in part.slots[PLANE]], dtype=torch.int64)
+        step = Step(self.memory, slots, batches, self.score)
+        ends = torch.tensor([part.after - part.before for part in parts]).cumsum(0) - 1
+        sampling = [n for n, part in enumerate(parts) if part.samples]
+        with torch.inference_mode():
+            logits = (
+                self.model(
+                    input_ids=torch.tensor(
+                        [[t for part in parts for t in part.request.tokens[part.before : part.after]]]
+                    ),
+                    position_ids=torch.cat([torch.arange(part.before, part.after) for part in parts])[None],
+                    use_cache=False,
+                    logits_to_keep=ends[sampling],
+                    step=step,
+                )
+                .logits[0]
+                .float()
+            )
+            finite = logits.isfinite().all(-1).tolist()
+            return {
+                parts[n].request.name: (parts[n].request.options or GREEDY)(row) if good else None
+                for n, row, good in zip(sampling, logits, finite, strict=True)
+            }
+
+    def _move(self, plan: Plan) -> None:
+        for move in plan.moves:
+            if isinstance(move, Copy):
+                self.memory.copy([move])
+            elif isinstance(move, Save):
+                self._saved[move.request.name] = self.memory.save(move.tables)
+            else:
+                self.memory.restore(self._saved.pop(move.request.name), move.tables)
+
+    def give(self, name: Hashable, saved: Tensor) -> None:
+        """The bytes of a cache that a request will begin with."""
+        self._saved[name] = saved
+
+    def forget(self, name: Hashable) -> None:
+        """A request ended."""
+        self._saved.pop(name, None)

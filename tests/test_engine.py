@@ -1,0 +1,234 @@
+"""The engine on a tiny model: its tokens are the model's own, whoever runs beside; nothing leaks, whatever happens."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from serving import PAGE, engine, finish, nothing_leaked, prompt, submit, tiny_model
+
+from sparse_attn.serving import runner
+from sparse_attn.serving.admission import Admission, Limits
+from sparse_attn.serving.runner import Sampling
+from sparse_attn.serving.scheduler import Refused, Steps
+
+
+def alone(tokens: list[int], output: int) -> list[int]:
+    """What the model of transformers generates."""
+    with torch.inference_mode():
+        whole = torch.tensor([tokens])
+        found = tiny_model().generate(
+            whole, attention_mask=torch.ones_like(whole), max_new_tokens=output, do_sample=False, pad_token_id=0
+        )
+    return found[0, len(tokens) :].tolist()
+
+
+def test_tokens_are_the_models_own_in_any_company() -> None:
+    it = engine(pages=200, share=Fraction(1))
+    lengths = (3, 40, 200, 17, 1, 130)
+    heard = [submit(it, n, prompt(n, length), dense=n % 2 == 0) for n, length in enumerate(lengths)]
+    finish(it)
+    for n, length in enumerate(lengths):
+        assert heard[n].tokens == alone(prompt(n, length), 8)
+        assert heard[n][-1].finish == "length"
+    nothing_leaked(it)
+
+
+def test_what_selects_differs_from_what_is_dense_only_past_the_floor(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(runner, "FLOOR", 60)
+    it = engine(pages=200, share=Fraction(1, 16))
+    heard = {}
+    for length in (30, 900):
+        for dense in (False, True):
+            heard[length, dense] = submit(it, (length, dense), prompt(1, length), output=24, dense=dense)
+    finish(it)
+    assert heard[30, False].tokens == heard[30, True].tokens == alone(prompt(1, 30), 24)
+    assert heard[900, True].tokens == alone(prompt(1, 900), 24)
+    assert heard[900, False].tokens != heard[900, True].tokens
+
+
+def test_preempted_requests_go_on_where_they_were() -> None:
+    it = engine(pages=24, reserve=0.1)
+    heard = [submit(it, n, prompt(n, 60), output=70, dense=True) for n in range(4)]
+    finish(it)
+    assert it.scheduler.preemptions > 0
+    for n in range(4):
+        assert heard[n].tokens == alone(prompt(n, 60), 70)
+    nothing_leaked(it)
+
+
+def test_a_prefix_is_computed_once() -> None:
+    it = engine(pages=64)
+    text = prompt(1, 5 * PAGE)
+    first = submit(it, "first", [*text, 3], dense=True)
+    finish(it)
+    second, other = submit(it, "second", [*text, 4], dense=True), submit(it, "other", [*text, 3], dense=False)
+    plan = it.step()
+    assert {part.request.name: part.before for part in plan.parts} == {"second": 5 * PAGE, "other": 5 * PAGE}
+    finish(it)
+    assert second.tokens == alone([*text, 4], 8)
+    assert first.tokens == other.tokens == alone([*text, 3], 8)
+    nothing_leaked(it)
+
+
+def test_a_stop_token_ends_a_request() -> None:
+    tokens = alone(prompt(0, 30), 8)
+    it = engine()
+    heard = submit(it, "a", prompt(0, 30), stop=frozenset(tokens[3:4]), dense=True)
+    finish(it)
+    assert heard.tokens == tokens[: tokens.index(tokens[3]) + 1] and heard[-1].finish == "stop"
+    nothing_leaked(it)
+
+
+def test_sampling_is_a_requests_own() -> None:
+    def draw(seed: int) -> Sampling:
+        return Sampling(1.5, 0.9, torch.Generator().manual_seed(seed))
+
+    found = []
+    for company in (0, 3):
+        it = engine(pages=100)
+        heard = submit(it, "a", prompt(0, 30), output=20, options=draw(7))
+        other = [submit(it, n, prompt(n, 30), output=20, options=draw(n)) for n in range(company)]
+        finish(it)
+        found.append(heard.tokens)
+        assert all(len(each) == 20 for each in other)
+    assert found[0] == found[1] != alone(prompt(0, 30), 20)
+
+
+def test_top_p_leaves_out_what_is_unlikely() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, -2.0])
+    draw = torch.Generator().manual_seed(0)
+    assert {Sampling(1.0, 0.5, draw)(logits) for _ in range(50)} == {1}
+    assert {Sampling(1.0, 0.9, draw)(logits) for _ in range(200)} == {1, 2}
+    assert {Sampling(5.0, 1.0, draw)(logits) for _ in range(500)} == {0, 1, 2, 3}
+    assert Sampling()(logits) == 1
+
+
+# --- What goes wrong
+
+
+def test_a_request_longer_than_the_pool_is_refused_at_once() -> None:
+    it = engine(pages=10)
+    with pytest.raises(Refused, match="expected at most the pool's 10 pages, got 11"):
+        submit(it, "a", prompt(0, 10 * PAGE), output=1)
+    nothing_leaked(it)
+
+
+def test_a_pool_that_is_exhausted_serves_one_after_the_other() -> None:
+    it = engine(pages=10, reserve=0.2)
+    heard = [submit(it, n, prompt(n, 7 * PAGE), output=2 * PAGE, dense=True) for n in range(5)]
+    finish(it)
+    assert all(len(each.tokens) == 2 * PAGE for each in heard)
+    assert heard[4].tokens == alone(prompt(4, 7 * PAGE), 2 * PAGE)
+    nothing_leaked(it)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 6])
+def test_a_client_that_goes_leaves_nothing(steps: int) -> None:
+    it = engine(pages=24, reserve=0.1)
+    heard = [submit(it, n, prompt(n, 60), output=70, dense=True) for n in range(4)]
+    for _ in range(steps):
+        it.step()
+    for n in range(3):
+        it.cancel(n)
+        it.cancel(n)
+    finish(it)
+    assert heard[3].tokens == alone(prompt(3, 60), 70)
+    assert not any(each.ended for each in heard[:3])
+    nothing_leaked(it)
+
+
+def test_a_client_that_goes_while_a_step_runs_leaves_nothing() -> None:
+    it = engine()
+    run = it.runner.run
+
+    def run_and_go(plan):  # type: ignore[no-untyped-def]
+        it.runner.run = run
+        it.cancel("a")
+        return run(plan)
+
+    heard, other = submit(it, "a", prompt(0, 30)), submit(it, "b", prompt(1, 30), dense=True)
+    it.runner.run = run_and_go
+    finish(it)
+    assert not heard and other.tokens == alone(prompt(1, 30), 8)
+    nothing_leaked(it)
+
+
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    it = engine()
+    with torch.no_grad():
+        it.runner.model.model.embed_tokens.weight[5] = float("nan")
+    tokens = [token for token in prompt(0, 64) if token != 5]
+    bad = submit(it, "bad", [*tokens[:40], 5, *tokens[40:50]], dense=True)
+    good = submit(it, "good", tokens[:40], dense=True)
+    finish(it)
+    assert [(event.token, event.finish) for event in bad] == [(None, "error")]
+    assert len(good.tokens) == 8 and good.tokens == alone(tokens[:40], 8)
+    after = submit(it, "after", [*tokens[:40], 6], dense=True)
+    finish(it)
+    assert after.tokens == alone([*tokens[:40], 6], 8), "the pages held what was not finite"
+    nothing_leaked(it)
+
+
+def test_ten_thousand_that_wait() -> None:
+    it = engine(pages=64, steps=Steps(64, 16, queued=10_000))
+    heard = [submit(it, n, prompt(n, 4), output=1) for n in range(10_000)]
+    with pytest.raises(Refused, match="expected at most 10000 requests that wait") as refused:
+        submit(it, "more", prompt(0, 4))
+    assert refused.value.reason == "queue"
+    for _ in range(5):
+        it.step()
+    assert sum(each.ended for each in heard) == 5 * 16
+    for n in range(10_000):
+        it.cancel(n)
+    nothing_leaked(it)
+
+
+def test_who_waited_too_long_is_refused_but_not_who_was_preempted() -> None:
+    now = [0.0]
+    rule = Admission(Limits(1.0, memory=1.0, hold=5.0, overdue="refuse"), None)
+    it = engine(pages=24, reserve=0.1, admission=rule)
+    it.clock = lambda: now[0]
+    heard = [submit(it, n, prompt(n, 60), output=70, dense=True) for n in range(6)]
+    while it.step().parts:
+        now[0] += 1.0
+    assert it.scheduler.preemptions
+    refused = [each for each in heard if isinstance(each[-1], Refused)]
+    assert 1 <= len(refused) <= 4
+    for n, each in enumerate(heard):
+        if each in refused:
+            assert each[0].reason == "overdue" and len(each) == 1
+        else:
+            assert each.tokens == alone(prompt(n, 60), 70)
+    nothing_leaked(it)
+
+
+def test_a_failure_of_a_step_tells_every_request() -> None:
+    it = engine()
+
+    def broken(plan):  # type: ignore[no-untyped-def]
+        raise RuntimeError("no such device")
+
+    it.runner.run = broken
+    it.start()
+    heard = submit(it, "a", prompt(0, 30))
+    it._thread.join(10)
+    assert isinstance(heard[0], Refused) and "the engine failed: no such device" in str(heard[0])
+    with pytest.raises(Refused, match="expected a running engine"):
+        submit(it, "b", prompt(0, 30))
+
+
+def test_closing_waits_for_those_that_run() -> None:
+    it = engine()
+    it.start()
+    heard = submit(it, "a", prompt(0, 30), output=20, dense=True)
+    it.close(grace=30)
+    assert heard.tokens == alone(prompt(0, 30), 20)
+    nothing_leaked(it)
+    it = engine()
+    it.start()
+    late = submit(it, "a", prompt(0, 30), output=500)
+    it.close(grace=0.0)
+    assert isinstance(late[-1], Refused) and late[-1].reason == "closed"
+    nothing_leaked(it)

@@ -1,0 +1,271 @@
+"""The endpoint over real connections, on a tiny model: answers, refusals, clients that go or read slowly, metrics."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import VOCABULARY, engine, nothing_leaked, prompt, tiny_model
+from test_engine import alone
+
+pytest.importorskip("starlette")
+uvicorn = pytest.importorskip("uvicorn")
+prometheus_client = pytest.importorskip("prometheus_client")
+
+from sparse_attn.serving.engine import Engine  # noqa: E402
+from sparse_attn.serving.http import Endpoint, Served  # noqa: E402
+from sparse_attn.serving.scheduler import Steps  # noqa: E402
+from sparse_attn.serving.service import ServiceMetrics  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+SERVED = Served(
+    "tiny",
+    encode=lambda text: [ord(c) % VOCABULARY for c in text],
+    chat=lambda messages: [ord(c) % VOCABULARY for m in messages for c in m["content"]],
+    decoder=lambda: lambda token: f"<{token}>",
+    longest=2048,
+    vocabulary=VOCABULARY,
+    stop=frozenset(),
+)
+
+
+class Client:
+    def __init__(self, port: int, it: Engine | None = None) -> None:
+        self.port, self.engine = port, it
+
+    def open(self, body: Any = None, path: str = "/v1/completions") -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def ask(self, body: Any = None, path: str = "/v1/completions") -> tuple[int, Any]:
+        response = self.open(body, path)
+        content = response.read().decode()
+        return response.status, json.loads(content) if content.startswith("{") else content
+
+    def until(self, holds: Any, seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, "it does not come to that"
+            time.sleep(0.01)
+
+
+@contextmanager
+def server(**options: Any) -> Iterator[Client]:
+    registry = prometheus_client.CollectorRegistry()
+    it = engine(watcher=ServiceMetrics(registry), **options)
+    app = Endpoint(it, SERVED, registry).app()
+    listening = socket.create_server(("127.0.0.1", 0))
+    it.start()
+    running = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    client = Client(listening.getsockname()[1], it)
+    client.until(lambda: running.started)
+    try:
+        yield client
+    finally:
+        running.should_exit = True
+        thread.join(10)
+        it.close()
+        nothing_leaked(it)
+
+
+def text(tokens: list[int]) -> str:
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def parts(content: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in content.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_answers() -> None:
+    with server() as client:
+        asked = prompt(1, 30)
+        wanted = text(alone(asked, 8))
+        status, whole = client.ask({"prompt": asked, "max_tokens": 8, "dense": True, "model": "tiny"})
+        assert (status, whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (200, wanted, "length")
+        assert whole["usage"] == {"prompt_tokens": 30, "completion_tokens": 8, "total_tokens": 38}
+        body = {"prompt": asked, "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
+        status, content = client.ask(body)
+        found = parts(content)
+        assert "".join(part["choices"][0]["text"] for part in found[:-1]) == wanted
+        assert found[-1]["usage"]["completion_tokens"] == 8 and not found[-1]["choices"]
+        messages = [{"role": "user", "content": "why?"}]
+        status, chat = client.ask({"messages": messages, "max_tokens": 4}, "/v1/chat/completions")
+        assert chat["choices"][0]["message"] == {"role": "assistant", "content": text(alone(SERVED.encode("why?"), 4))}
+        assert client.ask(path="/v1/models")[1]["data"][0]["id"] == "tiny"
+        assert client.ask(path="/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "body: expected an object with prompt"),
+        ({"prompt": []}, "prompt: expected a text, or a list of tokens"),
+        ({"prompt": [VOCABULARY]}, "prompt: expected tokens of 0 to 96"),
+        ({"prompt": "a", "max_tokens": "8"}, "max_tokens: expected int, got '8'"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens: expected int, got True"),
+        ({"prompt": "a", "max_tokens": 3000}, "at most 2048 tokens with it, got 1 and 3000"),
+        ({"prompt": "a", "n": 2}, "n: expected one of"),
+        ({"prompt": "a", "top_p": 0}, "top_p: expected 0 to 2, above 0 to 1"),
+        ({"prompt": "a", "model": "other"}, "model: expected 'tiny', got 'other'"),
+        ({"prompt": [1] * 1500, "max_tokens": 1}, "expected at most the pool's 64 pages, got 94"),
+    ],
+)
+def test_wrong_requests_are_told_so(tiny_server: Client, body: Any, said: str) -> None:
+    status, found = tiny_server.ask(body)
+    assert status == 400 and said in found["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def tiny_server() -> Iterator[Client]:
+    with server() as client:
+        yield client
+
+
+def test_back_pressure() -> None:
+    with server(steps=Steps(16, 1, queued=2)) as client:
+        streams = [client.open({"prompt": prompt(0, 20), "max_tokens": 800, "stream": True})]
+        bodies = [{"prompt": prompt(n, 20), "max_tokens": 800, "stream": True} for n in (1, 2)]
+        for body in bodies:
+            threading.Thread(target=lambda body=body: client.open(body).read(), daemon=True).start()
+        client.until(lambda: len(client.engine.scheduler.waiting) == 2)
+        response = client.open({"prompt": "a"})
+        assert response.status == 429 and response.headers["Retry-After"] == "1"
+        assert "expected at most 2 requests that wait" in json.loads(response.read())["error"]["message"]
+        client.until(lambda: 'sparse_attn_requests{state="waiting"} 2.0' in client.ask(path="/metrics")[1])
+        assert 'sparse_attn_requests_refused_total{reason="queue"} 1.0' in client.ask(path="/metrics")[1]
+        client.engine.close()
+        assert b"the engine ended before the request did" in streams[0].read()
+        status, found = client.ask({"prompt": "a"})
+        assert (status, found["error"]["type"]) == (503, "overloaded_error")
+        assert client.ask(path="/health") == (503, {"status": "closed"})
+
+
+def test_a_client_that_goes_ends_its_request() -> None:
+    with server() as client:
+        scheduler = client.engine.scheduler
+        for stream in (True, False):
+            connection = http.client.HTTPConnection("127.0.0.1", client.port)
+            body = {"prompt": prompt(0, 30), "max_tokens": 900, "stream": stream}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            client.until(lambda: scheduler.running)
+            connection.sock.close()
+            client.until(lambda: not scheduler.running)
+            assert client.ask({"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def test_a_slow_reader_holds_up_nobody() -> None:
+    with server() as client:
+        slow = client.open({"prompt": prompt(0, 30), "max_tokens": 900, "stream": True, "dense": True})
+        for n in range(3):
+            assert client.ask({"prompt": prompt(n, 5), "max_tokens": 3})[0] == 200
+        client.until(lambda: not client.engine.scheduler.running)  # its pages are free before it has read
+        found = parts(slow.read().decode())
+        assert "".join(part["choices"][0]["text"] for part in found) == text(alone(prompt(0, 30), 900))
+
+
+def test_logits_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server() as client:
+        monkeypatch.setattr(client.engine.runner, "run", lambda plan: {part.request.name: None for part in plan.parts})
+        status, found = client.ask({"prompt": "a", "max_tokens": 3})
+        assert status == 500 and found["error"]["message"] == "expected finite logits, got others"
+
+
+def test_metrics_say_what_admission_goes_by() -> None:
+    with server() as client:
+        client.ask({"prompt": prompt(0, 40), "max_tokens": 5})
+        client.until(lambda: 'sparse_attn_pages{state="used"} 0.0' in client.ask(path="/metrics")[1])
+        found = client.ask(path="/metrics")[1]
+        for line in (
+            'sparse_attn_requests_finished_total{reason="length"} 1.0',
+            'sparse_attn_admission_decisions_total{reason="idle",verdict="admit"} 1.0',
+            'sparse_attn_admission_watermark_ratio{resource="memory"} 1.0',
+            "sparse_attn_admission_alarm 1.0",
+            'sparse_attn_pages{state="cached"} 2.0',
+            "sparse_attn_time_to_first_token_seconds_count 1.0",
+            "sparse_attn_token_gap_seconds_count 4.0",
+            "sparse_attn_preemptions_total 0.0",
+        ):
+            assert line in found.splitlines()
+
+
+# --- A process
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "tiny"
+    tiny_model().save_pretrained(folder)
+    words = {f"w{n}": n for n in range(VOCABULARY - 1)} | {"<unk>": VOCABULARY - 1}
+    made = Tokenizer(models.WordLevel(words, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def process(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    command = [sys.executable, "-m", "sparse_attn", "serve", "--model", str(folder), "--port", str(port)]
+    small = ["--pages", "64", "--page-size", "16", "--dtype", "float32", "--threads", "1", "--grace", "1"]
+    running = subprocess.Popen(
+        [*command, *small], cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    client = Client(port)
+
+    def answers() -> bool:
+        assert running.poll() is None
+        try:
+            return client.ask(path="/health")[0] == 200
+        except OSError:
+            return False
+
+    try:
+        client.until(answers, 120)
+        yield running, client
+    finally:
+        running.kill()
+        running.wait()
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_answers_the_same(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    body = {"prompt": "w1 w2 w3", "max_tokens": 6, "dense": True}
+    with process(checkpoint, port) as (running, client):
+        before = client.ask(body)
+        assert before[0] == 200 and before[1]["choices"][0]["text"].count("w") == 6
+        assert "sparse_attn_kv_pairs_total" in client.ask(path="/metrics")[1]
+        stream = client.open({**body, "max_tokens": 900, "stream": True})
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+        with pytest.raises((OSError, http.client.HTTPException)):
+            while stream.readline():
+                pass
+            raise http.client.HTTPException("it ended without [DONE]")
+    with process(checkpoint, port) as (running, client):
+        assert client.ask(body)[1]["choices"] == before[1]["choices"]
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) in (0, -signal.SIGTERM)
