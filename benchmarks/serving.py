@@ -60,10 +60,10 @@ RESERVE = 0.15
 LONGS_IN_OLD_POOL = 2
 TOKENS = 192
 """Tokens of a step at most, in every arm."""
-WATERMARKS = (0.5, 0.6, 0.7, 0.8)
-"""Of compute, for arm C; what lies above them is for chunks. Tuned as ``STATIC`` is, on the same seed."""
-MARGIN = 0.95
-"""Share of the limit of gaps that is arm C's budget of a step."""
+WATERMARKS = (0.7, 0.8, 0.9, 1.0)
+"""Of compute, for arm C, tuned as ``STATIC`` is, on the same seed."""
+MARGIN, LATE = 0.85, 0.05
+"""Of arm C: share of the limit of gaps that is its budget of a step, and of steps that may take longer."""
 DEVICE = "this machine, SmolLM2-135M bf16, int8 and int4"
 
 
@@ -202,6 +202,7 @@ class Experiment:
             memory=0.85 if name == "C" else 1.0,
             compute=tuned if name == "C" else 1.0,
             hold=self.hold,
+            late=LATE if name == "C" else 0.0,
             overdue="refuse",
         )
         rule = Admission(limits, predictor, DEVICE)

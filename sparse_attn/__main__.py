@@ -1,5 +1,5 @@
-"""``python -m sparse_attn``: doctor, plan, metrics, calibrate, crossover, profile, quality, support, demo, serve, bench,
-version."""
+"""``python -m sparse_attn``: doctor, plan, metrics, calibrate, crossover, profile, quality, support, demo, serve,
+bench, version."""
 
 from __future__ import annotations
 

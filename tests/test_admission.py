@@ -119,6 +119,39 @@ def chunks_keep_to_the_budget(module: ModuleType) -> None:
     assert admission(module, "observe", compute=0.2).chunk(RUNNING, 0, 10_000, 4096) == 4096
 
 
+def prompts_are_spread_over_outputs(module: ModuleType) -> None:
+    """Of two requests that decode alike, the one with more of its prompt to compute costs more, the shorter its
+    output."""
+    it = admission(module, compute=0.5)
+
+    def compute(output: int, before: int | None, prompts: float = 0.0) -> float:
+        chunk = None if before is None else Work(before, LONG)
+        request = module.Waiting("r", LONG, output, 10, 10, chunk=chunk)
+        found = it.decide(request, load(module, prompts=prompts)).compute
+        (same,) = it.admit([request], load(module, prompts=prompts))
+        assert same.compute == pytest.approx(found)
+        return found
+
+    alone = compute(10, None)
+    chunk = it.predictor.seconds([Work(0, LONG)]) / it.limits.budget
+    assert compute(10, 0) == pytest.approx(alone + chunk / 10)
+    assert compute(100, 0) == pytest.approx(alone + chunk / 100)
+    assert alone < compute(10, 900) < compute(10, 0)
+    assert compute(10, None, prompts=it.limits.budget) == pytest.approx(alone + 1)
+
+
+def some_steps_may_be_late(module: ModuleType) -> None:
+    it = admission(module, compute=0.2, late=0.05)
+    exact = admission(module, compute=0.2)
+    assert it.chunk(RUNNING, 0, 10_000, 4096) == 4096
+    for _ in range(5):
+        it.observe(RUNNING, 2 * it.limits.budget)
+    assert it.chunk(RUNNING, 0, 10_000, 4096) < 4096
+    for _ in range(200):
+        it.observe(RUNNING, it.predictor.parts(RUNNING).seconds)
+    assert it.chunk(RUNNING, 0, 10_000, 4096) == 4096 > exact.chunk(RUNNING, 0, 10_000, 4096)
+
+
 def dense_and_sparse_are_priced_apart(module: ModuleType) -> None:
     it = admission(module, compute=0.5)
     sparse, dense = (waiting(str(dense), module=module, dense=dense) for dense in (False, True))
@@ -162,6 +195,8 @@ CHECKS = [
     no_hold_lasts_for_ever,
     the_overdue_are_refused_if_so_told,
     chunks_keep_to_the_budget,
+    prompts_are_spread_over_outputs,
+    some_steps_may_be_late,
     dense_and_sparse_are_priced_apart,
     a_profile_of_another_device_counts_for_nothing,
     a_queue_is_served_with_the_load_it_makes,
@@ -199,7 +234,16 @@ FAULTS = [
     (chunks_keep_to_the_budget, "self.predictor.corrected(parts) <= self.limits.budget", "True"),
     (chunks_keep_to_the_budget, "others = self.predictor.parts(running)", "others = Parts()"),
     (chunks_keep_to_the_budget, "Work(before, before + middle, dense)", "Work(0, middle, dense)"),
-    (chunks_keep_to_the_budget, 'or self.mode != "enforce"', ""),
+    (chunks_keep_to_the_budget, 'self.mode != "enforce" or', ""),
+    (prompts_are_spread_over_outputs, ".variable / request.output", ".variable"),
+    (prompts_are_spread_over_outputs, "Parts(0.0, load.prompts + self.spread(request))", "Parts(0.0, load.prompts)"),
+    (
+        prompts_are_spread_over_outputs,
+        "self._parts(load.running) + Parts(0.0, load.prompts)",
+        "self._parts(load.running)",
+    ),
+    (some_steps_may_be_late, " or self._late < self.limits.late", ""),
+    (some_steps_may_be_late, "((seconds > self.limits.budget) - self._late)", "(seconds > self.limits.budget)"),
     (dense_and_sparse_are_priced_apart, "Work.decode(self.prompt + 1, self.dense)", "Work.decode(self.prompt + 1)"),
     (a_profile_of_another_device_counts_for_nothing, "elif predictor.device != device:", "elif False:"),
     (a_profile_of_another_device_counts_for_nothing, "None if self.alarm else predictor", "predictor"),

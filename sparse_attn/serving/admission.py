@@ -31,6 +31,9 @@ REASONS = {
 }
 """What a reason says. They are few, so a metric may have them as a label."""
 
+LATE_STEPS = 64
+"""Steps over which the share of late ones is averaged."""
+
 LOOK = 64
 """Requests of the queue that are looked at each time."""
 
@@ -46,6 +49,8 @@ class Limits:
     * ``short``: tokens, prompt and output together, up to which a request is short.
     * ``hold``: seconds after which a waiting request is overdue. Then ``overdue`` tells: ``"first"``, none passes it
       any more, so it begins at the latest when all that run have finished; or ``"refuse"``, for clients who are gone.
+    * ``late``: share of the steps that may take longer than the budget: prompts then come in whole. Where a percentile
+      of the steps counts, half of what it leaves out is enough, as steps vary by themselves.
     """
 
     budget: float
@@ -53,6 +58,7 @@ class Limits:
     compute: float = 0.9
     short: int = 512
     hold: float = 10.0
+    late: float = 0.0
     overdue: Literal["first", "refuse"] = "first"
 
     def __post_init__(self) -> None:
@@ -71,6 +77,7 @@ class Waiting:
 
     ``prompt`` and ``output`` are tokens, the latter at most. ``pages``: it takes for its prompt, without those of a
     cached prefix. ``most_pages``: at its full length, alone. ``waited``: seconds. ``dense``: it attends to everything.
+    ``chunk``: what of its prompt is to be computed; None: that has no price.
     """
 
     name: Hashable
@@ -80,6 +87,7 @@ class Waiting:
     most_pages: int
     waited: float = 0.0
     dense: bool = False
+    chunk: Work | None = None
 
     @property
     def tokens(self) -> int:
@@ -94,12 +102,14 @@ class Waiting:
 @dataclass(frozen=True)
 class Load:
     """What an engine has and runs: ``pages`` of the pool, those ``used`` by sequences and those ``reserved`` for their
-    growth, and the next decode step of each running request; of one in prefill, its first."""
+    growth, and the next decode step of each running request; of one in prefill, its first. ``prompts``: seconds of a
+    step that the prompts of such requests take, ``Admission.spread`` of each that runs."""
 
     pages: int
     used: int
     reserved: int
     running: tuple[Work, ...] = ()
+    prompts: float = 0.0
 
     def with_request(self, request: Waiting) -> Load:
         return replace(self, used=self.used + request.pages, running=(*self.running, request.work))
@@ -147,14 +157,15 @@ class Admission:
                 "alone; calibrate here"
             )
         self.predictor = None if self.alarm else predictor
+        self._late = 0.0  # moving share of the steps that took longer than the budget
 
     def admit(self, waiting: Sequence[Waiting], load: Load) -> list[Decision]:
         """Decide on the first ``LOOK`` requests, the oldest first, each with the load that those admitted before it
         bring."""
         found: list[Decision] = []
-        overdue, running = False, self._parts(load.running)
+        overdue, running = False, self._parts(load.running) + Parts(0.0, load.prompts)
         for request in waiting[:LOOK]:
-            with_it = running + self._parts([request.work])
+            with_it = running + self._parts([request.work]) + Parts(0.0, self.spread(request))
             decision = self._decide(request, load, overdue, self._share(with_it))
             found.append(decision)
             if decision.admit:
@@ -165,7 +176,8 @@ class Admission:
 
     def decide(self, request: Waiting, load: Load, behind_overdue: bool = False) -> Decision:
         """Decide on a request. ``behind_overdue``: an older request that is overdue was held."""
-        return self._decide(request, load, behind_overdue, self.compute((*load.running, request.work)))
+        parts = self._parts((*load.running, request.work)) + Parts(0.0, load.prompts + self.spread(request))
+        return self._decide(request, load, behind_overdue, self._share(parts))
 
     def _decide(self, request: Waiting, load: Load, behind_overdue: bool, compute: float | None) -> Decision:
         memory = (load.used + request.pages) / load.pages
@@ -200,6 +212,19 @@ class Admission:
         """Predicted time of a step over its budget. None without a profile of this device."""
         return self._share(self._parts(works))
 
+    def spread(self, request: Waiting) -> float:
+        """Uncorrected seconds that the request's prompt takes of each of its decode steps: while it runs, others like
+        it begin, one for each that ends."""
+        if self.predictor is None or request.chunk is None:
+            return 0.0
+        return self.predictor.parts([request.chunk]).variable / request.output
+
+    def observe(self, works: Iterable[Work], seconds: float) -> None:
+        """Take in the measured time of a step."""
+        if self.predictor:
+            self.predictor.observe(works, seconds)
+        self._late += ((seconds > self.limits.budget) - self._late) / LATE_STEPS
+
     def _parts(self, works: Iterable[Work]) -> Parts:
         return self.predictor.parts(works) if self.predictor else Parts()
 
@@ -214,7 +239,7 @@ class Admission:
                 f"chunk: expected at least 1 token remaining and at most, got {remaining} and {most}, {before} before"
             )
         least, limit = 1, min(remaining, most)
-        if self.predictor is None or self.mode != "enforce":
+        if self.predictor is None or self.mode != "enforce" or self._late < self.limits.late:
             return limit
         others = self.predictor.parts(running)
         while least < limit:

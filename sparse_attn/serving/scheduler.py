@@ -51,6 +51,8 @@ class Request:
     computed: int = field(default=0, init=False)
     """Tokens whose keys and values are in its pages."""
     preempted: bool = field(default=False, init=False)
+    spread: float = field(default=0.0, init=False)
+    """What its prompt adds to each of its steps, by ``Admission.spread``."""
     keys: tuple[bytes, ...] = field(default=(), init=False)
     """Of its prompt's blocks."""
 
@@ -227,8 +229,8 @@ class Scheduler:
     def advance(self, plan: Plan, sampled: Mapping[Hashable, int | None], seconds: float) -> list[Event]:
         """What came of a step: the token of each part that ``samples``, None where logits are not finite, and the
         seconds that it took, with which later predictions are corrected."""
-        if self.admission.predictor and plan.parts:
-            self.admission.predictor.observe(plan.works, seconds)
+        if plan.parts:
+            self.admission.observe(plan.works, seconds)
         return [self._advance(part, sampled) for part in plan.parts if part.request.name in self.running]
 
     # --- Parts of a step
@@ -239,7 +241,8 @@ class Scheduler:
         if not self.waiting:
             return [], []
         asked = list(islice(self.waiting.values(), LOOK))
-        decisions = self.admission.admit([self._waiting(request, now) for request in asked], self.load)
+        asked_of = {request.name: self._waiting(request, now) for request in asked}
+        decisions = self.admission.admit(list(asked_of.values()), self.load)
         refused = []
         room = self._prompt_room
         for request, decision in zip(asked, decisions, strict=True):
@@ -247,6 +250,7 @@ class Scheduler:
                 del self.waiting[request.name]
                 refused.append((request, decision))
             elif decision.admit and room > 0:
+                request.spread = request.spread or self.admission.spread(asked_of[request.name])
                 # a prompt of which the step could compute nothing waits as well outside, where it may be refused
                 begun = self._begin(request, moves)
                 room = room - (request.remaining if request.remaining > 1 else 0) if begun else 0
@@ -261,7 +265,13 @@ class Scheduler:
             self.manager.pages_for(request.most_tokens),
             now - request.arrived,
             request.dense,
+            self._prompt(request),
         )
+
+    def _prompt(self, request: Request) -> Work | None:
+        """What of its prompt is to be computed, but for cached prefixes."""
+        before = request.saved.tokens if request.saved else request.computed
+        return Work(before, request.prompt, dense=True) if before < request.prompt else None
 
     @property
     def load(self) -> Load:
@@ -271,6 +281,7 @@ class Scheduler:
             self.manager.used_pages + self._promised,
             self.manager.kept["admit"],
             tuple(map(self._next, self.running.values())),
+            sum(request.spread for request in self.running.values()),
         )
 
     @property
