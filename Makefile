@@ -53,6 +53,9 @@ test-slow: $(STAMPS)/test
 # In a process of its own: it installs a device, whose C++ file takes a minute to compile the first time.
 test-ascend: $(STAMPS)/test
 	PATH=$(BIN):$$PATH $(BIN)/python -m pytest -q tests/ascend $(ARGS)
+	PYTHONPATH=tests/ascend $(BIN)/python -m pytest -q -p own_operations -k ascend_npu $(OWN) $(ARGS)
+
+OWN = $(addprefix tests/test_,$(addsuffix .py,attend attend_formats calls select select_formats store formats convert merge select_merge same_bytes))
 
 # An environment of its own, as triton-ascend and triton install the same module.
 test-ascend-triton: $(ASCEND_VENV)/ready

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparse_attn.backends.ascend_npu import KERNELS, page
+import pytest
+
+from sparse_attn import models
+from sparse_attn.backends.ascend_npu import page
+from sparse_attn.backends.ascend_npu.kernels import KERNELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "ascend.md"
 
@@ -20,3 +24,22 @@ def test_every_limit_names_its_source() -> None:
 
 def test_every_kernel_of_attention_is_checked_with_a_known_answer() -> None:
     assert all(kernel.check is not None for kernel in KERNELS if kernel.op == "attend")
+
+
+@pytest.mark.parametrize(
+    ("named", "formats"),
+    [
+        ("bf16 rows, bf16 index keys", models.BF16),
+        ("bf16 rows, `int8_index` keys", models.BF16 | {"index": "int8_index"}),
+        ("`fp4_v41` rows, `int8_index` keys", {"main": "fp4_v41", "index": "int8_index"}),
+        ("`fp4_v41` rows, `fp4_index` keys", {"main": "fp4_v41", "index": "fp4_index"}),
+    ],
+)
+def test_bytes_of_a_token_are_those_of_the_formats(named: str, formats: dict[str, str]) -> None:
+    size = sum(models.PRESETS["deepseek-v4.1-flash"].bytes_per_token(formats).values())
+    assert f"| {named} | {size:.0f} |" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("format", ["fp8_v41", "bf16"])
+def test_bytes_of_windows_are_those_of_the_formats(format: str) -> None:
+    assert str(models.PRESETS["deepseek-v4.1-flash"].fixed_bytes({"window": format})["window"]) in PAGE.read_text()

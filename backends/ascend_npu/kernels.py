@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from sparse_attn import layout
 from sparse_attn.registry import Between, Impl, Limit, OneOf
 
-from . import indexer, operators, selfcheck, soc, sparse_flash, sparse_mla, store
+from . import attend, indexer, merge, move, operators, select, selfcheck, soc, sparse_flash, sparse_mla, workspace
 
 ARCH22, ARCH35 = ("A2", "A3"), ("950",)
 INT32 = (1 << 31) - 1
@@ -20,6 +21,12 @@ OURS = "this package: {}"
 
 Sourced = Mapping[str, tuple[Limit, str]]
 """Fact to its limit, and where the limit comes from."""
+
+TOLERANCE = {
+    "attend": {"float32": (2e-5, 2e-5), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+    "select": dict.fromkeys(("float32", "bfloat16", "float16"), (4e-6, 4e-6)),
+    "merge": {"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class Kernel:
 
     def impl(self) -> Impl:
         limits = {"device": OneOf(("npu",))} | {fact: limit for fact, (limit, _) in self.limits.items()}
-        tolerance = {"bfloat16": (1e-2, 1e-2)} if self.op == "attend" else {}
+        dtypes, _ = self.limits.get("dtype", (None, ""))
+        errors = TOLERANCE.get(self.op, {})
+        tolerance = {name: error for name, error in errors.items() if dtypes is None or dtypes.admits(name)}
         return Impl(
             self.op,
             "ascend_npu",
@@ -195,12 +204,41 @@ INDEXED: Sourced = {
     "values": (NO, f"{INDEXER_DOC}: not with pages"),
 }
 
-PLAIN_ROWS: Sourced = {
-    "format": (OneOf(("bf16", "fp16", "fp32")), OURS.format("formats with scales are not written here yet")),
-    "strides": (OneOf(("contiguous",)), OURS.format("an indexed write into any other plane may copy it whole")),
+INVARIANT = {"batch_invariant": (NO, OURS.format("nothing says how the device multiplies batches of matrices"))}
+
+
+def _of_dim(*dims: int) -> tuple[str, ...]:
+    """Formats of KV rows that may have one of these numbers of elements, but for floats that bf16 would round."""
+    fine = (f for f in layout.names("kv") if f not in ("fp32", "fp16"))
+    return tuple(f for f in fine if layout.FORMATS[f].dim in (0, *dims))
+
+
+def _gathered(kernel: Kernel, run: Callable[..., None], limits: Sourced) -> Kernel:
+    """The kernel of the same operator on rows that were gathered first: wherever they lie, and in any format."""
+    lie = ("page_size", "strides", "reach", "format", "rope_dim")
+    kept = {fact: limit for fact, limit in kernel.limits.items() if not fact.endswith(lie)}
+    form = f"{kernel.form}, rows gathered first"
+    check = kernel.check
+    checks = (selfcheck.known_bytes, check) if check else (selfcheck.known_bytes,)
+    return replace(
+        kernel, form=form, limits={**kept, **limits}, run=run, check=_both(*checks), priority=kernel.priority - 10
+    )
+
+
+READ = OURS.format("read into a workspace of bf16 rows")
+GATHERED_LATENT: Sourced = {
+    "format": (OneOf(_of_dim(576)), READ),
+    "rope_dim": (OneOf((0, 64)), READ),
+    "kv_range": (OneOf((False, True)), OURS.format("what is outside is not gathered")),
+}
+GATHERED_WINDOW: Sourced = {
+    "format": (OneOf(("", *_of_dim(512))), READ),
+    "win_format": (OneOf(tuple(f for f in _of_dim(512) if not layout.FORMATS[f].scale_dtype)), READ),
+    "rope_dim": (OneOf((0,)), READ),
+    "window": (Between(1, 1024), OURS.format("it is gathered for each query row")),
 }
 
-KERNELS = (
+OPERATORS = (
     Kernel(
         "attend",
         (operators.SFA,),
@@ -327,40 +365,77 @@ KERNELS = (
         indexer.lightning_indexer,
         selfcheck.lightning_indexer,
     ),
-    Kernel(
-        "store",
-        (),
-        ARCH22 + ARCH35,
-        "plain rows",
-        PLAIN_ROWS,
-        store.indexed_write,
-        selfcheck.indexed_write,
-    ),
 )
 
+GATHERED = tuple(
+    _gathered(kernel, partial(workspace.windowed, kernel.run), GATHERED_WINDOW)
+    if kernel.operators == SMLA
+    else _gathered(kernel, workspace.latent, GATHERED_LATENT)
+    for kernel in OPERATORS
+    if kernel.operators == SMLA and kernel.form != "window and all compressed" or kernel.operators == (operators.SFA,)
+)
+
+ENTRIES: Sourced = {
+    "strides": (ONE, OURS.format("no pooled units here")),
+    "bounds": (NO, OURS.format("no bounds of keys here")),
+    "block": (ONE, OURS.format("no pooled units here")),
+    "score": (OneOf(("relu_sum", "dot", "max")), OURS.format("no probabilities here")),
+}
+ANY_CALL = "any call"
+OWN = (
+    Kernel("attend", (), ARCH22 + ARCH35, ANY_CALL, INVARIANT, attend.attend, selfcheck.any_call, priority=1),
+    Kernel("select", (), ARCH22 + ARCH35, "entries", ENTRIES, select.select, selfcheck.lightning_indexer, priority=1),
+    Kernel("store", (), ARCH22 + ARCH35, ANY_CALL, {}, move.store, selfcheck.known_bytes),
+    Kernel("load", (), ARCH22 + ARCH35, ANY_CALL, {}, move.load, selfcheck.known_bytes),
+    Kernel("convert", (), ARCH22 + ARCH35, ANY_CALL, {}, move.convert, selfcheck.known_bytes),
+    Kernel("merge", (), ARCH22 + ARCH35, ANY_CALL, {}, merge.merge),
+    Kernel("select_merge", (), ARCH22 + ARCH35, ANY_CALL, {}, merge.select_merge),
+)
+"""By torch's own operations."""
+
+KERNELS = (*OPERATORS, *GATHERED, *OWN)
+
 REFUSED = (
-    ("`attend`", "LSE, explicit ranges, batch invariance", "no operator offers them with pages and indices"),
-    ("`attend`", "bf16 latent rows with the rope part inside", "the operator wants two planes, and would copy views"),
-    (
-        "`attend`",
-        "grouped-query rows, dense",
-        "`npu_fused_infer_attention_score` takes lengths as lists of the host: making them would wait for the device",
-    ),
-    (
-        "`attend`",
-        "grouped-query rows in blocks",
-        "`npu_block_sparse_attention` has no pages, NSA's operators take lists of the host; others: no kernel here yet",
-    ),
-    (
-        "`attend`",
-        "window and a selection, by `npu_sparse_attn_sharedkv`",
-        "by its source it attends to columns that it never wrote where a row selects fewer than it might",
-    ),
-    ("`attend`", "fp8 and fp4 rows", "no kernel here yet"),
-    ("`select`", "int8 index rows", "the operator wants int8 queries; rounding them would change the selection"),
-    ("`select`", "`ties='lowest'`, bf16 scores, values", "undocumented, or not offered with pages"),
-    ("`select`", "candidates, budgets by row, kept entries, blocks, ratios", "no kernel here yet"),
-    ("`store`", "formats with scales", "no kernel here yet"),
-    ("`compress`, `convert`, `load`, `merge`, `select_merge`", "all", "no kernel here yet"),
+    ("`attend`", "batch invariance", "nothing says that an operator, or a product of matrices, has it"),
+    ("`select`", "pooled units, bounds of keys, probabilities", "no kernel here yet"),
+    ("`compress`", "all", "no kernel here yet"),
 )
 """Op, calls, and why no kernel here takes them on any chip."""
+
+UNUSED = (
+    (
+        "`npu_sparse_attn_sharedkv`",
+        "by its source it attends to columns that it never wrote where a row selects fewer than it might",
+    ),
+    (
+        "`npu_fused_infer_attention_score`",
+        "takes lengths as lists of the host: making them would wait for the device",
+    ),
+    (
+        "`npu_block_sparse_attention`, NSA's operators",
+        "the first has no pages, the others take lists of the host",
+    ),
+    (
+        "`npu_sparse_attention_score`, generic block-sparse attention",
+        "what they do with a block that is visible in part is not documented",
+    ),
+    (
+        "`npu_quant_lightning_indexer`, v2 and v3",
+        "want int8 or 8-bit float queries: rounding the caller's would change the selection, and how candidates and "
+        "scores are rounded is not documented",
+    ),
+    (
+        "`npu_kv_quant_sparse_attn_sharedkv`, `mixed_quant_sparse_flash_mla` (950)",
+        "read fp8 rows of V4 in orders that `fp8_v4_640`, `fp8_v4_608` and `fp8_v4` have; their schemas are known from "
+        "notes in part only. For V4.1 their writer keeps bf16 scales, which are not the bytes of `fp4_v41`",
+    ),
+    (
+        "FlashMLA and DeepSelect for 950",
+        "want physical slots, 64 heads, and 640 selected; they trap on NaN. Not tried",
+    ),
+    (
+        "`npu_scatter_pa_kv_cache`, `kv_compress_epilog`, `compressor`",
+        "write other bytes, or hold state in other orders, than the formats here say",
+    ),
+)
+"""Operators of CANN that no kernel here calls, and why."""

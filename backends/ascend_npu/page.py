@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from .kernels import KERNELS, REFUSED, Kernel
+from .kernels import KERNELS, REFUSED, UNUSED, Kernel
 from .soc import FAMILIES
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
@@ -25,6 +25,11 @@ def _name(kernel: Kernel) -> str:
     return f"`{kernel.operators[0]}`" if kernel.operators else "torch's own operations"
 
 
+def unused() -> list[str]:
+    """Operators that no kernel here calls, and why."""
+    return ["| operator | why |", "| --- | --- |", *(f"| {' | '.join(row)} |" for row in UNUSED)]
+
+
 def refused() -> list[str]:
     """What no kernel here takes on any chip, and why."""
     return ["| op | calls | why |", "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in REFUSED)]
@@ -34,6 +39,8 @@ def limits() -> list[str]:
     """Every limit of every kernel, and where it comes from."""
     lines: list[str] = []
     for kernel in KERNELS:
+        if not kernel.limits:
+            continue
         lines += [f"### `{kernel.op}`: {kernel.variant}", "", "| fact | supported | source |", "| --- | --- | --- |"]
         for fact, (limit, source) in kernel.limits.items():
             lines.append(f"| `{fact}` | {str(limit).replace('one of ', '') or 'none'} | {source} |")
@@ -41,12 +48,15 @@ def limits() -> list[str]:
     return lines[:-1]
 
 
+TABLES = {"operators": operators, "refused": refused, "unused": unused, "limits": limits}
+
+
 def renewed(page: str) -> str:
     """The page with its tables renewed."""
-    for name, lines in (("operators", operators()), ("refused", refused()), ("limits", limits())):
+    for name, table in TABLES.items():
         before, _, rest = page.partition(BEGIN.format(name))
         _, _, after = rest.partition(END)
-        page = "\n".join([f"{before}{BEGIN.format(name)}", "", *lines, "", f"{END}{after}"])
+        page = "\n".join([f"{before}{BEGIN.format(name)}", "", *table(), "", f"{END}{after}"])
     return page
 
 

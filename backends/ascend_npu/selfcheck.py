@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from sparse_attn.layout import FORMATS
+
+from . import codecs, move
 
 PAGE, DIM = 16, 512
 LENGTH, QUERIES = 40, 2  # the rows stand at the positions 38 and 39
@@ -18,6 +23,23 @@ WINDOW = 128
 OUTLIER = 5  # the entry that head 1 attends alone
 WRONG = 100  # value of an entry that no row may attend
 CLOSE = 0.06  # half a bf16 step of the answers below, which are less than 32
+
+
+class Asked(SimpleNamespace):
+    """The arguments of a call of ``attend``, as the op's own tuple has them."""
+
+    def _replace(self, **changes: Any) -> Asked:
+        return Asked(**vars(self) | changes)
+
+
+PLANES = ("kv", "kv_rope", "kv_scale", "v", "v_scale", "page_table", "kv_range", "indices", "index_counts")
+WINDOWS = ("win", "win_page_table", "win_range", "win_indices", "sinks")
+OPTIONS: dict[str, Any] = {
+    **dict.fromkeys((*PLANES, *WINDOWS)),
+    **{"format": "bf16", "v_format": "", "page_size": 0, "ratio": 1, "select_block": 1},
+    **{"win_format": "bf16", "win_page_size": 0, "window": 0, "v_dim": DIM, "max_seqlen_q": QUERIES},
+}
+"""The rest of a call's arguments."""
 
 
 def _plane(values: Sequence[int], marks: int = 0) -> tuple[Tensor, Tensor]:
@@ -35,9 +57,10 @@ def _plane(values: Sequence[int], marks: int = 0) -> tuple[Tensor, Tensor]:
     return plane, table
 
 
-def _ask(run: Callable[..., None], arguments: dict[str, object], expected: Sequence[Sequence[float]]) -> str | None:
+def _ask(run: Callable[..., None], arguments: dict[str, Any], expected: Sequence[Sequence[float]]) -> str | None:
     """Run one call on the device; one sentence if the rows are not what they must be."""
-    call = SimpleNamespace(**{k: v.to("npu") if isinstance(v, Tensor) else v for k, v in arguments.items()})
+    given = OPTIONS | {"max_seq_len": int(arguments["seq_lens"].max())} | arguments
+    call = Asked(**{k: v.to("npu") if isinstance(v, Tensor) else v for k, v in given.items()})
     out = torch.full((len(expected), 2, DIM), float("nan"), dtype=torch.bfloat16, device="npu")
     run(call, out, None)
     got = out.float().cpu()
@@ -49,7 +72,7 @@ def _ask(run: Callable[..., None], arguments: dict[str, object], expected: Seque
     )
 
 
-def _queries(dim: int = DIM) -> dict[str, object]:
+def _queries(dim: int = DIM) -> dict[str, Any]:
     q = torch.zeros(QUERIES, 2, dim, dtype=torch.bfloat16)
     if dim > DIM:
         q[:, 1, DIM] = 8
@@ -58,7 +81,7 @@ def _queries(dim: int = DIM) -> dict[str, object]:
     return {"q": q, "cu_seqlens_q": starts, "seq_lens": lengths, "scale": 1.0, "causal": True}
 
 
-def _selected() -> tuple[dict[str, object], Tensor, Tensor, list[list[float]]]:
+def _selected() -> tuple[dict[str, Any], Tensor, Tensor, list[list[float]]]:
     """Two rows of one selection, the newest token of which only the second may attend."""
     chosen = [3, OUTLIER, 17, LENGTH - 1]
     values = [e % 32 if e in chosen else WRONG for e in range(LENGTH)]
@@ -91,7 +114,7 @@ def _means(parts: Sequence[Sequence[Sequence[int]]]) -> list[list[float]]:
     return [[sum(row) / len(row), sum(row) / (len(row) + 1)] for row in attended]
 
 
-def _window(length: int) -> tuple[dict[str, object], list[list[int]]]:
+def _window(length: int) -> tuple[dict[str, Any], list[list[int]]]:
     """A call on a window plane whose last row must not count what came before, and the values that each row attends."""
     values = [e % 32 for e in range(length)]
     plane, table = _plane(values)
@@ -130,6 +153,14 @@ def all_compressed(run: Callable[..., None]) -> str | None:
     return _ask(run, call, _means([[attended[0], [31]], [attended[1], [31, 29]]]))
 
 
+SELECTION: dict[str, Any] = {
+    **dict.fromkeys(("key_scale", "kv_range", "row_k", "candidates")),
+    **{"format": "bf16", "page_size": 0, "ratio": 1, "score": "relu_sum", "score_dtype": "fp32", "out_heads": 1},
+    **{"keep_first": 0, "keep_last": 0, "tail": "none", "candidate_k": 0, "order": "any", "return_values": False},
+}
+"""The rest of a call's arguments."""
+
+
 def lightning_indexer(run: Callable[..., None]) -> str | None:
     """One key of eight stands out; the newest, which only the second row may select, stands out more."""
     k, dim = 8, 128
@@ -143,7 +174,7 @@ def lightning_indexer(run: Callable[..., None]) -> str | None:
     q[:, 0, 0] = 1
     q[:, 1, 0] = -1  # its scores are not positive, and count as 0
     call = _queries() | {"q": q, "weights": torch.ones(QUERIES, 2, dtype=torch.bfloat16), "keys": plane}
-    call |= {"page_table": table, "k": k}
+    call |= {"page_table": table, "k": k, "max_seq_len": LENGTH, **SELECTION}
     device = {name: v.to("npu") if isinstance(v, Tensor) else v for name, v in call.items()}
     indices = torch.empty(QUERIES, 1, k, dtype=torch.int32, device="npu")
     counts = torch.empty(QUERIES, 1, dtype=torch.int32, device="npu")
@@ -153,11 +184,44 @@ def lightning_indexer(run: Callable[..., None]) -> str | None:
     return None if got == want else f"its self check failed: expected the entries {want} for two rows, got {got}"
 
 
-def indexed_write(run: Callable[..., None]) -> str | None:
-    """Two rows are written and two are not."""
-    rows = torch.arange(1, 5.0).view(4, 1, 1).expand(4, 1, 8).contiguous()
-    slots = torch.tensor([-1, 6, -5, 1])
-    plane = torch.zeros(2, 4, 1, 8, device="npu")
-    run(SimpleNamespace(rows=rows.to("npu"), plane=plane, slots=slots.to("npu"), paging=(2, 4, 1)))
-    got, want = plane[..., 0].flatten().tolist(), [0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0]
-    return None if got == want else f"its self check failed: expected {want} in eight slots, got {got}"
+E2M1_ROW = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6]).repeat(32)
+"""Every tie of the 4-bit floats in each group, at a scale of 1."""
+E2M1_BYTES = (0x00, 0x21, 0x22, 0x43, 0x44, 0x65, 0x66, 0xF7) * 32 + (0x38,) * 32
+E4M3_ROW = torch.tensor([448, 1, 1.0625, 1.1875, -(2.0**-9), 2.0**-10, -3 * 2.0**-10, 0.0] * 4).repeat(16)
+"""Ties of the 8-bit floats, below the normal ones too, in each group, at a scale of 1."""
+E4M3_BYTES = (0x7E, 0x38, 0x38, 0x3A, 0x81, 0x00, 0x82, 0x00) * 64 + (127,) * 16
+
+
+def known_bytes(run: Callable[..., None]) -> str | None:
+    """Rows of ties are quantised to the bytes that their formats say, and read back; others are not touched."""
+    for format, row, stored in (("fp4_v41", E2M1_ROW, E2M1_BYTES), ("fp8_v41", E4M3_ROW, E4M3_BYTES)):
+        width = len(stored)
+        plane = torch.full((2, 16, 1, width + 16), 7, dtype=torch.uint8).to("npu")[..., :width]
+        slots = torch.tensor([-1, 20, 40]).to("npu")
+        rows = torch.stack([row - 1, row, row + 1])[:, None].to("npu")
+        call: Any = SimpleNamespace(rows=rows, plane=plane, slots=slots, scale=None, format=format, page_size=0)
+        move.store(call)
+        got = plane.cpu().flatten(0, 2)
+        if got[20].tolist() != [*stored] or not bool((got[torch.arange(32) != 20] == 7).all()):
+            return f"its self check failed: rows of {format} are not stored with the bytes of the format"
+        back = torch.empty(3, 1, len(row), device="npu")
+        move.load(call, back)
+        want = codecs.decode(FORMATS[format].codec, _halves(format, torch.tensor(stored, dtype=torch.uint8)))
+        if not torch.equal(back[1, 0].cpu(), want) or bool((back[0] != 0).any()):
+            return f"its self check failed: rows of {format} are not read as the numbers that they hold"
+    return None
+
+
+def _halves(format: str, row: Tensor) -> dict[str, Tensor]:
+    """The parts of one row of a packed format, on the host."""
+    sizes = dict(FORMATS[format].sections[0])
+    return dict(zip(sizes, row.split([*sizes.values()]), strict=True))
+
+
+def any_call(run: Callable[..., None]) -> str | None:
+    """What the operators are asked."""
+    for check in (known_bytes, sparse_flash, window, all_compressed, lambda run: selected(2, run)):
+        complaint = check(run)
+        if complaint:
+            return complaint
+    return None

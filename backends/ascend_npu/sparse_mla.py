@@ -107,8 +107,12 @@ def _row_by_row(a: Attend, rows: Rows) -> tuple[Tensor, Tensor, tuple[Tensor, Te
 
 def _selection(a: Attend, rows: Rows) -> Tensor:
     assert a.indices is not None
-    width = next(width for width in WIDTHS if width >= a.indices.shape[2])
-    return pack(a.indices, a.index_counts, rows.tokens // a.ratio, width)[0]
+    return pack(a.indices, a.index_counts, rows.tokens // a.ratio, width_of(a.indices))[0]
+
+
+def width_of(indices: Tensor) -> int:
+    """The least width of a list that the operator takes."""
+    return next(width for width in WIDTHS if width >= indices.shape[2])
 
 
 def _contiguous(table: Tensor | None) -> Tensor | None:

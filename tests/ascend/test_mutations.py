@@ -10,14 +10,27 @@ from pathlib import Path
 import emulator
 import npu
 import pytest
-import test_indexer_and_store as others
+import test_indexer as others
+import test_move as moves
 import test_sparse_flash as flash
 import test_sparse_mla as mla
+import test_workspace as gathers
 from conftest import become
 
 import sparse_attn
 from sparse_attn import library
-from sparse_attn.backends.ascend_npu import indexer, rows, sparse_flash, sparse_mla, store
+from sparse_attn.backends.ascend_npu import (
+    attend,
+    codecs,
+    indexer,
+    memory,
+    merge,
+    move,
+    rows,
+    sparse_flash,
+    sparse_mla,
+    workspace,
+)
 
 LATENT = flash.LATENT | flash.FORMS["bf16"]
 
@@ -46,8 +59,44 @@ def selection() -> None:
 
 
 def writes() -> None:
-    for slots in ([-1, 7, -1, 2], [-1, -2, -3, -9], [20, 1, 1 << 40, -1]):
-        others.test_store("A2", "bf16", slots)
+    become("A2", every_kernel=True)
+    for slots in moves.SLOTS:
+        moves.test_store("A2", "bf16", slots)
+
+
+def packed() -> None:
+    become("A2", every_kernel=True)
+    for format in ("fp4_v41_planar", "fp8_v41", "fp8_v4", "int8_v32", "int8", "int4_index_h", "fp8_index"):
+        moves.test_store_and_load("A2", format, 3)
+
+
+def converted() -> None:
+    become("A2", every_kernel=True)
+    moves.test_convert("A2", "fp4_v41", "fp4_v41_planar", ([3, -1, 19, 2], [0, 4, 7, -1]))
+    moves.test_convert("A2", "fp8_v32", "int8_v32", None)
+
+
+def merged() -> None:
+    become("A2", every_kernel=True)
+    moves.test_merge("A2")
+    moves.test_select_merge("A2", "index", 3)
+    moves.test_select_merge("A2", "score", 40)
+
+
+def gathered() -> None:
+    become("A2", every_kernel=True)
+    for form in ("window", "ratio 1", "ratio 4"):
+        gathers.test_packed_rows("A2", form, "fp4_v41", "fp8_v41")
+    gathers.test_latent_rows("A2", "fp8_v32", 130)
+    gathers.test_ranges_of_latent_rows("A2")
+    gathers.test_entries_that_are_not_visible_yet("A2")
+    gathers.test_a_page_that_does_not_exist_is_seen("A2", "page_table")
+
+
+def any_call() -> None:
+    become("A2", every_kernel=True)
+    for call in gathers.ANY:
+        gathers.test_any_call("A2", call)
 
 
 def nothing() -> None:
@@ -87,19 +136,48 @@ FAULTS: tuple[tuple[types.ModuleType, str, str, Callable[[], None]], ...] = (
     (indexer, "CAUSAL if a.causal else ALL", "CAUSAL", selection),
     (indexer, "seq_lens.clamp(min=0)", "seq_lens", selection),
     (indexer, "cu_seqlens_q[1:]", "cu_seqlens_q[:-1]", selection),
-    (store, "(a.slots >= 0) & ", "", writes),
-    (store, " & (a.slots < pages * page_size)", "", writes),
-    (store, "a.plane[0, 0])", "a.plane[0, 1])", writes),
-    (store, "torch.where(some, a.slots[first], 0)", "0", writes),
+    (memory, "(slots >= 0) & ", "", writes),
+    (memory, " & (slots < self.pages * self.page_size)", "", writes),
+    (memory, "torch.where(some, values[first], memory[0])", "values[first]", writes),
+    (memory, "torch.where(some, rows[first], 0)", "0", writes),
+    (memory, "+ head * self.head_step", "", writes),
+    (codecs, "+ code % 2", "", packed),
+    (codecs, "+ negative * (1 << small.exponent + small.mantissa)", "", packed),
+    (codecs, "codes % 16, codes // 16", "codes // 16, codes % 16", packed),
+    (codecs, "math.frexp(largest)", "math.frexp(largest * 2)", packed),
+    (codecs, "torch.where(clips, (scale", "torch.where(scale < 0, (scale", packed),
+    (move, "kept & exists", "kept", converted),
+    (move, "if src.format.codec != dst.format.codec", "if False", converted),
+    (merge, "torch.where((part == -INF)[..., None], 0.0, weighted)", "weighted", merged),
+    (merge, "sum_of_all - a.sinks", "a.sinks - sum_of_all", merged),
+    (merge, "descending=True, stable=True", "descending=False, stable=True", merged),
+    (merge, "local // a.run * a.stride", "local // a.run", merged),
+    (workspace, "(positions > newest - a.window)", "(positions > newest - a.window + 1)", gathered),
+    (workspace, "+ (tokens - length)[:, None]", "", gathered),
+    (workspace, "ring = -(-a.window // PAGE)", "ring = a.window // PAGE - 1", gathered),
+    (workspace, "tokens // a.ratio, width)", "tokens, width)", gathered),
+    (workspace, "tokens.clamp(max=longest)", "tokens", gathered),
+    (workspace, "width, low[part])", "width)", gathered),
+    (workspace, "torch.where(lost[..., None], torch.nan, found)", "found", gathered),
+    (attend, "torch.where(lost[..., None], torch.nan, found)", "found", gathered),
+    (attend, "exp(top - floor)", "exp(top - top)", any_call),
+    (attend, "total - a.sinks", "a.sinks - total", any_call),
+    (attend, "* self.keys.heads // groups", "* 0", any_call),
+    (attend, "(high - a.window)", "(high - a.window - 1)", any_call),
+    (attend, "+ columns % self.block", "", any_call),
 )
 
 
+TESTS = (latent, windowed, selection, writes, nothing, packed, converted, merged, gathered, any_call)
+
+
 def functions(module: types.ModuleType) -> dict[str, types.FunctionType]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, types.FunctionType) and value.__module__ == module.__name__
-    }
+    """The functions of a module, those of its classes included."""
+    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+    classes = [value for value in own if isinstance(value, type)]
+    members = [getattr(member, "fget", member) for each in classes for member in vars(each).values()]
+    every = [value for value in (*own, *members) if isinstance(value, types.FunctionType)]
+    return {value.__qualname__: value for value in every}
 
 
 @contextmanager
@@ -128,7 +206,7 @@ def broken(module: types.ModuleType, old: str, new: str) -> Iterator[None]:
         library.forget()
 
 
-@pytest.mark.parametrize("tests", [latent, windowed, selection, writes, nothing], ids=lambda test: test.__name__)
+@pytest.mark.parametrize("tests", TESTS, ids=lambda test: test.__name__)
 def test_they_pass_unbroken(tests: Callable[[], None]) -> None:
     become("A2")
     tests()

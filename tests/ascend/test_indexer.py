@@ -1,4 +1,4 @@
-"""`select` of the lightning indexer and `store` of plain rows on the emulated machine."""
+"""`select` of the lightning indexer on the emulated machine."""
 
 from __future__ import annotations
 
@@ -119,28 +119,3 @@ def test_what_is_refused(family) -> None:
     ):
         with pytest.raises(sparse_attn.NoBackend, match=sentence):
             select(a, **changes)
-
-
-PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@pytest.mark.parametrize("format", PLAIN)
-@pytest.mark.parametrize(
-    "slots", [[5, 0, 19, 3], [-1, 7, -1, 2], [-1, -2, -3, -(1 << 40)], [0, -1, -1, -1], [20, 1, 1 << 40, -1]]
-)
-def test_store(family, format: str, slots: list[int]) -> None:
-    rows = torch.randn(4, 3, 8)
-    plane = torch.randn(5, 4, 3, 8).to(PLAIN[format])
-    expected, on_device = plane.clone(), npu.on_npu(plane)
-    given = torch.tensor(slots)
-    sparse_attn.store(npu.on_npu(rows), on_device, npu.on_npu(given), format=format, backend="ascend_npu")
-    inside = given < 20
-    sparse_attn.store(rows[inside], expected, given[inside], format=format, backend="reference")
-    assert torch.equal(on_device.cpu(), expected)
-
-
-def test_store_refuses(family) -> None:
-    plane = npu.on_npu(torch.zeros(5, 8, 3, 8)[:, :4])
-    slots = npu.on_npu(torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(sparse_attn.NoBackend, match="strides is pages, supported: contiguous"):
-        sparse_attn.store(npu.on_npu(torch.zeros(1, 3, 8)), plane, slots, format="fp32", backend="ascend_npu")
