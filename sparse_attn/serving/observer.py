@@ -42,7 +42,7 @@ class Observer:
         self.crossover = crossover(self.model)
         self.stats = Stats(dense(self.model), drafts=drafts, formats=formats) if runs_dense else plan
         self._plan = plan if runs_dense else None
-        self.exporter, self._records = exporter, records
+        self.exporter, self._records, self.runs_dense = exporter, records, runs_dense
         selecting = sum(layer.selection is not None for layer in self.model.layers)
         others = len(self.model.layers) - selecting
         paths = {("dense", "plan"): others, ("dense", "engine") if runs_dense else ("sparse", "plan"): selecting}

@@ -24,7 +24,7 @@ from .attention import SparseAttnBackend, ops
 
 
 class IndexBackend(SparseAttnBackend):
-    """Names blocks and steps of the cache of index keys."""
+    """What vLLM asks of the cache of index keys: sizes of blocks, and steps."""
 
     @classmethod
     def is_mla(cls) -> bool:

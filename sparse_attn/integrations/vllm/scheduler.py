@@ -26,7 +26,7 @@ class SparseAttnScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         observer = observe.observer_of(self) or observe.watch(self, export=False)
-        config = self.vllm_config
+        config, self._dense = self.vllm_config, observer.runs_dense
         asked = (config.additional_config or {}).get("sparse_attn", {}).get("admission", {})
         device = f"{current_platform.get_device_name()}, {observer.model.name}, {config.cache_config.cache_dtype}"
         self.gate = Gate(admission(asked, observer.model, device), observer.exporter)
@@ -55,7 +55,7 @@ class SparseAttnScheduler(AsyncScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         seconds = self._clock.stop(scheduler_output)
-        works = [Work(before, after) for before, after in observe.spans(scheduler_output).values()]
+        works = [Work(before, after, self._dense) for before, after in observe.spans(scheduler_output).values()]
         self.gate.observe(works, seconds or 0.0)
         return outputs
 
@@ -74,6 +74,7 @@ class SparseAttnScheduler(AsyncScheduler):
             pages=min(self._pages(request.num_tokens - cached), self._pool),
             most_pages=min(whole, self._pool),
             waited=time.time() - request.arrival_time,
+            dense=self._dense,
         )
 
     @property
@@ -82,7 +83,7 @@ class SparseAttnScheduler(AsyncScheduler):
 
     def _load(self) -> Load:
         used = self._pool - self.kv_cache_manager.block_pool.get_num_free_blocks()
-        running = tuple(Work.decode(max(r.num_tokens, 1) + 1) for r in self.running)
+        running = tuple(Work.decode(r.num_tokens + 1, self._dense) for r in self.running)
         return Load(self._pool, used, self.kv_cache_manager.watermark_blocks, running)
 
     def _budget(self) -> int:
@@ -98,5 +99,5 @@ class SparseAttnScheduler(AsyncScheduler):
         if not prompts or room < 1:
             return self._most
         before = prompts[0].num_computed_tokens
-        works = [Work.decode(r.num_tokens + 1) for r in decoding]
-        return len(decoding) + rule.chunk(works, before, max(prompts[0].num_tokens - before, 1), room)
+        works = [Work.decode(r.num_tokens + 1, self._dense) for r in decoding]
+        return len(decoding) + rule.chunk(works, before, max(prompts[0].num_tokens - before, 1), room, self._dense)
