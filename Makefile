@@ -5,6 +5,8 @@
 #   VLLM_VENV=path  environment with vLLM to use or create for test-engines; default: build/venv-vllm
 #   CUDA_VENV=path  environment of test-cuda-offline to use or create; default: build/venv-cuda
 #   TRITON=spec     the triton that belongs to TORCH
+#   NPU_VENV=path   environment with torch_npu of test-ascend to use or create; default: build/venv-npu
+#   TORCH_NPU=spec  the torch_npu that belongs to TORCH
 #   ASCEND_VENV=path  environment of test-ascend-triton to use or create; default: build/venv-ascend
 #   LLVM=path       LLVM and MLIR 19, which test-ascend-triton runs
 PYTHON ?= python3
@@ -13,6 +15,8 @@ TORCH ?= torch==2.13.0
 VLLM_VENV ?= build/venv-vllm
 TRITON ?= triton==3.7.1
 CUDA_VENV ?= build/venv-cuda
+TORCH_NPU ?= torch_npu==2.13.0
+NPU_VENV ?= build/venv-npu
 ASCEND_VENV ?= build/venv-ascend
 LLVM ?= /usr/lib/llvm-19
 
@@ -54,6 +58,8 @@ test-slow: $(STAMPS)/test
 test-ascend: $(STAMPS)/test
 	PATH=$(BIN):$$PATH $(BIN)/python -m pytest -q tests/ascend $(ARGS)
 	PYTHONPATH=tests/ascend $(BIN)/python -m pytest -q -p own_operations -k ascend_npu $(OWN) $(ARGS)
+	$(MAKE) $(NPU_VENV)/wheel
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=. $(NPU_VENV)/bin/python -m pytest -q -rs tests/ascend_wheel $(ARGS)
 
 OWN = $(addprefix tests/test_,$(addsuffix .py,attend attend_formats calls select select_formats store formats convert merge select_merge same_bytes))
 
@@ -142,6 +148,14 @@ $(VLLM_VENV)/engine:
 	@touch $@
 
 # With the native modules: the engine runs on them.
+# An environment of its own, as torch loads torch_npu wherever it finds it. Without CANN only tests load it.
+$(NPU_VENV)/wheel:
+	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
+	$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" numpy pyyaml pytest
+	$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$(TORCH_NPU)" \
+	  || echo "torch_npu cannot be installed here: its tests are skipped"
+	@touch $@
+
 $(VLLM_VENV)/package: $(VLLM_VENV)/engine pyproject.toml $(NATIVE)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD_REQUIRES)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .

@@ -18,7 +18,7 @@ PACKAGE = "sparse_attn.integrations.vllm_ascend"
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("overlaid", [False, True])
-def test_a_step_of_the_layer(family: str, layout: str, overlaid: bool) -> None:
+def test_a_step_of_the_layer(whole_family: str, layout: str, overlaid: bool) -> None:
     cache, table = caches(layout, overlaid)
     q = queries(table)
     right = expected(layout, cache, **q)
@@ -29,5 +29,7 @@ def test_a_step_of_the_layer(family: str, layout: str, overlaid: bool) -> None:
         layer = layer_of(import_module(f"{PACKAGE}.attention").SparseSFAImpl, layout, V32)
         out = layer._execute_sparse_flash_attention_process(kv_cache=tuple(map(npu.on_npu, cache)), **moved)
     torch.testing.assert_close(out.cpu().float(), right, atol=2e-2, rtol=2e-2)
-    name = emulator.KV_QUANT if layout == "int8" else emulator.SFA
+    # A2 and A3 read no pages of int8 rows that lie apart: those are gathered first
+    in_place = layout == "int8" and (not overlaid or whole_family == "950")
+    name = emulator.KV_QUANT if in_place else emulator.SFA
     assert operators.calls[name] > before[name]
