@@ -103,9 +103,11 @@ def parts_of(device: Device, programs: int, blocks: int) -> tuple[int, int]:
 
 
 class ScoreTile(NamedTuple):
-    """Query rows, heads and places of keys that a program of ``select`` takes at a time, and how it is compiled."""
+    """Query rows, heads and places of keys that a program of ``select`` takes at a time, and how it is compiled. Of the
+    rows that have room it takes ``step``."""
 
     rows: int
+    step: int
     heads: int
     places: int
     warps: int
@@ -115,11 +117,12 @@ class ScoreTile(NamedTuple):
 @cache
 def score_tile_of(heads: int, shape: Shape, compute_bytes: int, apart: bool, mean: bool) -> ScoreTile:
     """Tile for segments of ``heads`` query heads. Rows are scored together, unless they lie ``apart``, while they and
-    their heads are few."""
+    their heads are few. Where they lie apart too there is room for as many as fill a matrix product, so that sums over
+    heads have the same form."""
     wide = shape.leads == 2 or compute_bytes > 2
     lanes = SMALLEST if wide else 64
     block_h = min(power_of_two(heads), lanes)
-    rows = 1 if apart else min(lanes // block_h, 16)  # beside the marks of what more rows see there is no room
-    block_h = max(block_h, SMALLEST // rows)
+    least = max(SMALLEST // block_h, 1)
+    rows = least if apart else min(lanes // block_h, 16)  # beside the marks of what more rows see there is no room
     places = SMALLEST if compute_bytes == 8 else 32 if wide or mean else 64
-    return ScoreTile(rows, block_h, places, 4, 2)
+    return ScoreTile(rows, 1 if apart else rows, block_h, places, 4, 2)

@@ -61,6 +61,7 @@ class How(NamedTuple):
     lists: int
     candidate_lists: int
     rows: int
+    step: int
     block_h: int
     pieces: int
     segments: int
@@ -224,7 +225,7 @@ class _Rows:
         if how.row_scale:
             key = key._replace(scale="", group=0)
         chunks = -(-self.width // how.chunk)
-        groups = -(-self.rows // tile.rows)
+        groups = -(-self.rows // tile.step)
         call = (
             self._query(),
             self.sight,
@@ -280,6 +281,7 @@ class _Rows:
             lists=a.out_heads,
             candidate_lists=1 if candidates is None else candidates.lists,
             rows=tile.rows,
+            step=tile.step,
             block_h=tile.heads,
             pieces=pieces,
             segments=reads * pieces,

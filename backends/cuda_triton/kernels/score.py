@@ -1,7 +1,7 @@
 """Device code that scores what rows may select.
 
 A *place* is where a score stands: an entry, a unit whose mean key is scored, or an entry of the row's candidate
-blocks, in ascending order. A program takes one list of ``HOW.rows`` query rows and a chunk of places, whose borders
+blocks, in ascending order. A program takes one list of ``HOW.step`` query rows and a chunk of places, whose borders
 depend on the call's options alone, and block after block of keys; rows of one sequence share them. Products are
 ``[places, rows * heads]``: keys are decoded into registers that a matrix product reads, queries lie still, and a sum
 over heads stays within a few lanes.
@@ -193,22 +193,23 @@ def joined(x, weight, exists, HOW: tl.constexpr):
 
 @triton.jit
 def candidates_in(candidates, candidate_block, count, low, high):
-    """Entries of candidate blocks in ``[low, high)``."""
-    total = low * 0
+    """Entries of candidate blocks in each of the ranges ``[low, high)``."""
+    total = low.to(tl.int64) * 0
     for first in tl.range(0, count, 256):
         n = first + tl.arange(0, 256)
-        candidate = tl.load(candidates + n, mask=n < count, other=-1).to(tl.int64)
-        begin = tl.maximum(candidate * candidate_block, low)
-        end = tl.minimum((candidate + 1) * candidate_block, high)
+        candidate = tl.load(candidates + n, mask=n < count, other=-1).to(tl.int64)[:, None]
+        begin = tl.maximum(candidate * candidate_block, low[None, :])
+        end = tl.minimum((candidate + 1) * candidate_block, high[None, :])
         total += tl.sum(tl.where((candidate >= 0) & (begin < end), end - begin, 0), 0)
     return total
 
 
 @triton.jit
 def rows_of(sight, goals, candidates, candidate_block, width, first_row, rows, block, HOW: tl.constexpr):
-    """Rows of a program: their numbers, sequences, what they see, which of them are scored, and their places."""
+    """Rows of a program: their numbers, which of them there are, sequences, what they see, which are scored, and their
+    places."""
     row = first_row + tl.arange(0, HOW.rows)
-    inside = row < rows
+    inside = row < tl.minimum(rows, first_row + HOW.step)
     sequence = tl.load(sight.sequence + row, mask=inside, other=-1)
     low = tl.load(sight.low + row, mask=inside, other=0)
     high = tl.load(sight.high + row, mask=inside, other=0)
@@ -231,7 +232,7 @@ def rows_of(sight, goals, candidates, candidate_block, width, first_row, rows, b
         place_low = low * 0
         place_high = low * 0 + width
     place_high = tl.where(low < high, place_high, 0)
-    return row, sequence, low, high, scored, place_low, place_high
+    return row, inside, sequence, low, high, scored, place_low, place_high
 
 
 @triton.jit
@@ -278,12 +279,12 @@ def sum_kernel(
     chunk = tl.program_id(1)
     segment = program % HOW.segments
     list = program // HOW.segments % HOW.lists
-    first_row = program // HOW.segments // HOW.lists * HOW.rows
+    first_row = program // HOW.segments // HOW.lists * HOW.step
     if candidates is not None:
         candidates += (first_row.to(tl.int64) * HOW.candidate_lists + list % HOW.candidate_lists) * (
             width // candidate_block
         )
-    row, sequence, low, high, scored, place_low, place_high = rows_of(
+    row, inside, sequence, low, high, scored, place_low, place_high = rows_of(
         sight, goals, candidates, candidate_block, width, first_row, rows, block, HOW
     )
     key_head, head, exists = heads_of(list, segment, HOW)
@@ -291,7 +292,7 @@ def sum_kernel(
     tiles = query_tiles(query, row, scored, head, exists, SHAPE, HOW, COMPUTE)
     m = tl.full((HOW.rows, HOW.block_h), float("-inf"), tl.float32)
     sums = tl.full((HOW.rows, HOW.block_h), 0, tl.float32)
-    for r in tl.range(0, HOW.rows):
+    for r in tl.range(0, HOW.step):
         number, begins = first_of_sequence(sight, first_row + r, first_row, rows)
         active = scored & (sequence == number) & begins
         first, last = blocks_of(active, place_low, place_high, chunk, HOW)
@@ -306,7 +307,7 @@ def sum_kernel(
             sums = sums * tl.exp2(m - floor) + tl.sum(tl.exp2(x - floor[None, :, :]), 0)
             m = new
     to = (row.to(tl.int64)[:, None] * HOW.heads + head[None, :]) * tl.num_programs(1) + chunk
-    mask = (row < rows)[:, None] & exists[None, :]
+    mask = inside[:, None] & exists[None, :]
     tl.store(largest + to, m, mask=mask)
     tl.store(total + to, sums, mask=mask)
 
@@ -359,22 +360,22 @@ def score_kernel(
     program = tl.program_id(0)
     chunk = tl.program_id(1)
     list = program % HOW.lists
-    first_row = program // HOW.lists * HOW.rows
+    first_row = program // HOW.lists * HOW.step
     if candidates is not None:
         candidates += (first_row.to(tl.int64) * HOW.candidate_lists + list % HOW.candidate_lists) * (
             width // candidate_block
         )
-    row, sequence, low, high, scored, place_low, place_high = rows_of(
+    row, inside, sequence, low, high, scored, place_low, place_high = rows_of(
         sight, goals, candidates, candidate_block, width, first_row, rows, block, HOW
     )
-    free_low = tl.load(sight.free_low + row, mask=row < rows, other=0)
-    free_high = tl.load(sight.free_high + row, mask=row < rows, other=0)
+    free_low = tl.load(sight.free_low + row, mask=inside, other=0)
+    free_high = tl.load(sight.free_high + row, mask=inside, other=0)
     units = low, high, candidates, candidate_block, width, block
     to = scores + (row.to(tl.int64) * HOW.lists + list) * width
 
     if HOW.scores_all == 0 and HOW.pooled == 0:
         # What is not scored is selected as if all scored alike.
-        unscored = (row < rows) & (scored == 0)
+        unscored = inside & (scored == 0)
         first, last = blocks_of(unscored, place_low, place_high, chunk, HOW)
         for n in tl.range(first, last):
             place = n * HOW.block_n + tl.arange(0, HOW.block_n)
@@ -383,12 +384,11 @@ def score_kernel(
             mask = unscored[None, :] & (place < width)[:, None]
             tl.store(to[None, :] + place[:, None], tl.where(free, 0.0, float("-inf")), mask=mask)
 
-    SEGMENTS: tl.constexpr = HOW.segments
     if HOW.segments == 1:
         key_head, exists, tiles, weight, m = segment_of(
             query, row, scored, list, 0, largest, total, chunks, SHAPE, HOW, COMPUTE
         )
-    for r in tl.range(0, HOW.rows):
+    for r in tl.range(0, HOW.step):
         number, begins = first_of_sequence(sight, first_row + r, first_row, rows)
         active = scored & (sequence == number) & begins
         first, last = blocks_of(active, place_low, place_high, chunk, HOW)
@@ -396,7 +396,9 @@ def score_kernel(
             place = n * HOW.block_n + tl.arange(0, HOW.block_n)
             START: tl.constexpr = float("-inf") if HOW.score == "max" else 0.0
             score = tl.full((HOW.block_n, HOW.rows), START, tl.float64 if tl.float64 == COMPUTE else tl.float32)
-            for segment in tl.static_range(0, SEGMENTS):
+            seen = tl.full((HOW.block_n, HOW.rows), 0, tl.int1)
+            lost = tl.full((HOW.block_n,), 0, tl.int1)
+            for segment in tl.range(0, HOW.segments):
                 if HOW.segments > 1:
                     key_head, exists, tiles, weight, m = segment_of(
                         query, row, scored, list, segment, largest, total, chunks, SHAPE, HOW, COMPUTE
