@@ -1,4 +1,7 @@
-"""``python -m sparse_attn calibrate`` and ``crossover``: what measured steps and calls say. They measure nothing."""
+"""``python -m sparse_attn calibrate`` and ``crossover``: what measured steps and calls say.
+
+They measure nothing, but for ``calibrate --endpoint``, which times a service first.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from .serving import calibration, crossover
+from .plan import preset
+from .serving import calibration, crossover, endpoint
 from .serving.cost import TERMS
 from .serving.knee import NoKnee, knee
 
@@ -32,8 +36,17 @@ def main(argv: list[str]) -> int:
     parser = _parser("calibrate", "Coefficients of a step's time from measured steps, and the knee of throughput.")
     parser.add_argument("--device", default="", metavar="NAME", help="fingerprint of machine, model and formats")
     parser.add_argument("--save", metavar="FILE", help="write the coefficients as a profile for admission")
+    service = parser.add_argument_group("of a running service", "FILE is written first: steps as seen from outside")
+    service.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible service that is idle")
+    service.add_argument("--model", metavar="NAME", help="the model's plan, a preset")
+    service.add_argument("--served", default="", metavar="NAME", help="the model's name at the service")
+    service.add_argument("--lengths", type=_numbers, default="256,1024,4096,8192", metavar="N,N", help="of prompts")
+    service.add_argument("--sequences", type=_numbers, default="1,2,4,8,16", metavar="N,N", help="together")
+    service.add_argument("--tokens", type=int, default=64, metavar="N", help="that each generates")
     options = parser.parse_args(argv)
     try:
+        if options.endpoint:
+            _measure(options)
         rows = calibration.read(options.file)
         fit = calibration.fit(rows, options.device)
         if options.save:
@@ -61,6 +74,20 @@ def main(argv: list[str]) -> int:
         low, high = found["knee"]["interval"]
         print(f"knee at {found['knee']['at']:.3g} decoding sequences, 95% {low:.3g} to {high:.3g}")
     return 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _measure(options: argparse.Namespace) -> None:
+    if not options.model:
+        raise ValueError("endpoint: expected --model with it, a preset that counts pairs, got none")
+    model = preset(options.model)
+    service = endpoint.Endpoint(options.endpoint, options.served)
+    with open(options.file, "x") as file:  # steps that were measured before are not lost
+        for step in endpoint.measure(service, model, options.lengths, options.sequences, options.tokens):
+            print(json.dumps(step), file=file)
 
 
 def main_crossover(argv: list[str]) -> int:

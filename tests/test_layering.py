@@ -14,7 +14,7 @@ BACKENDS = sorted(path.parent.name for path in ROOT.glob("backends/*/__init__.py
 NO_TORCH = (
     *("pages", "metrics", "records", "observer", "dashboard", "admission", "stats"),
     *("planner", "devices", "weights", "traces", "engines", "exposition", "diagnosis"),
-    *("prefix", "manager", "waste", "cost", "batching", "calibration", "knee", "crossover", "scheduler"),
+    *("prefix", "manager", "waste", "cost", "batching", "calibration", "knee", "crossover", "endpoint", "scheduler"),
 )
 LOWEST = {
     "layout": (),
