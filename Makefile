@@ -86,11 +86,11 @@ test-cuda-offline:
 	$(MAKE) VENV=$(CUDA_VENV) cuda-offline
 
 cuda-offline: $(STAMPS)/triton
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -k "cuda_triton and not 2_to_the_31" -W ignore::RuntimeWarning \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -k "cuda_triton and not 2_to_the_31" -W ignore::RuntimeWarning \
 	  tests/test_cuda_triton.py tests/test_attend.py tests/test_attend_formats.py tests/test_calls.py tests/test_store.py \
 	  tests/test_formats.py tests/test_convert.py tests/test_compressions.py tests/test_merge.py \
 	  tests/test_select.py tests/test_select_formats.py tests/test_select_merge.py tests/test_selections.py $(ARGS)
-	$(BIN)/python -m pytest -q -m slow tests/test_cuda_compile.py
+	$(BIN)/python -m pytest -q -n 2 -m slow tests/test_cuda_compile.py
 
 lint: $(STAMPS)/test
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
-"""Compiles what `cuda_triton` launches for every architecture, without a device, and prints the table of
-`docs/cuda.md`: `PYTHONPATH=. python tests/cuda_compile.py` (Triton, not its interpreter; some minutes).
+"""Compiles what `cuda_triton` launches for every architecture, without a device, and writes the tables of
+`docs/cuda.md`: `PYTHONPATH=. python tests/cuda_compile.py` (Triton, not its interpreter; some minutes). With words
+and numbers, it prints figures of the calls and architectures that they name.
 
 A compiled kernel may still be a trap: Triton makes one of code that it finds impossible, without a word. So a kernel
 counts as compiled only if its matrix products are there.
@@ -12,25 +13,41 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cases
+import compressions
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
+from sparse_attn import layout
 from sparse_attn.backends.cuda_triton import attend as attend_host
-from sparse_attn.backends.cuda_triton.device import Device
+from sparse_attn.backends.cuda_triton import compress as compress_host
+from sparse_attn.backends.cuda_triton import convert as convert_host
+from sparse_attn.backends.cuda_triton import device, rows
+from sparse_attn.backends.cuda_triton import merge as merge_host
 from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.compress import Compress
+from sparse_attn.ops.convert import Convert
+from sparse_attn.ops.load import Load
+from sparse_attn.ops.merge import Merge
+from sparse_attn.ops.store import Store
+
+PAGE = Path(__file__).parent.parent / "docs" / "cuda.md"
 
 ARCHITECTURES = {80: "", 86: "", 89: "", 90: "a", 100: "a", 103: "a", 120: "a"}
 """And the suffix of each for what only it has."""
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Bytes of shared memory that a program may use, of NVIDIA's table of compute capabilities."""
+
+PRODUCTS = {"tcgen05": "UTCHMMA", "wgmma": "HGMMA", "mma.sync": "HMMA", "fma": "FFMA"}
+"""Words for matrix products, and the instructions that they become."""
 
 PROCESSORS = 132
 
@@ -52,7 +69,12 @@ ATTENDS: dict[str, dict[str, Any]] = {
     ),
     "GQA 32/8, int8": dict(_GQA, format="int8", v_format="int8", index_heads=8, selected=1024),
     "V3.2, fp32, 16 heads": dict(_V32, q_heads=16, dtype="float32", format="fp32"),
+    "GQA 32/8, bf16, dense, 600 rows": dict(_GQA, format="bf16", v_format="bf16", lengths=(600,), rows=(600,)),
+    "GQA 32/8, int8, dense, 600 rows": dict(_GQA, format="int8", v_format="int8", lengths=(600,), rows=(600,)),
 }
+STORED = ("bf16", "int4_index_h", "fp8_v32", "fp8_v4_planar", "fp4_v41")
+COMPRESSED = ("DeepSeek V4, ratio 4", "DeepSeek V4, window", "Qwen4, index keys of pools of 16 tokens")
+CONVERTED = (("fp8_v4", "fp8_v4_planar"), ("fp8_v32", "int8_v32"), ("bf16", "int8_index_h"))
 
 
 class Compiled(NamedTuple):
@@ -64,6 +86,9 @@ class Compiled(NamedTuple):
     spilled: int
     shared: int
     products: str
+
+    wide_loads: int
+    """Instructions that load 16 bytes."""
 
     @property
     def ok(self) -> bool:
@@ -100,28 +125,28 @@ def kernels_of(arch: int, launch: Callable[[], None]) -> list[tuple[str, dict[st
         self.device_caches.clear()
         found.append((self.fn.__name__, options, run(self, *args, grid=grid, warmup=True, **options)))
 
-    device_of = attend_host.device_of
+    interpreted = device.INTERPRETED
     triton.runtime.driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
-    attend_host.device_of = lambda _: Device(arch, PROCESSORS)
+    device.INTERPRETED = device.Device(arch, PROCESSORS)
     try:
         launch()
     finally:
-        JITFunction.run, attend_host.device_of = run, device_of
+        JITFunction.run, device.INTERPRETED = run, interpreted
     return found
 
 
-def assembled(arch: int, ptx: str) -> tuple[int, int]:
-    """Registers and spilled bytes, as the assembler reports them."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        target = f"-arch=sm_{arch}{ARCHITECTURES[arch]}"
-        command = [get_ptxas(arch).path, "-v", target, str(file), "-o", str(file.with_suffix(".cubin"))]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
-    assert registers and spilled, text
-    return int(registers[1]), int(spilled[1])
+def disassembled(cubin: bytes) -> tuple[int, int, str]:
+    """Registers, bytes of the stack, which hold what is spilled, and the instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = partial(subprocess.run, capture_output=True, text=True, check=True)
+        usage = run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name]).stdout
+        sass = run([knobs.nvidia.nvdisasm.path, "-c", file.name]).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2]), sass
 
 
 def attend(options: dict[str, Any]) -> Callable[[], None]:
@@ -131,29 +156,124 @@ def attend(options: dict[str, Any]) -> Callable[[], None]:
     return lambda: attend_host.attend(a, out, lse)
 
 
+def plane(format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    f = layout.FORMATS[format]
+    heads = 1 if f.packed else 8
+    data = torch.zeros(f.shape(4, 64, heads, f.dim or 128), dtype=getattr(torch, f.dtype))
+    return data, torch.zeros(4, 64, heads, dtype=torch.half) if f.scale_dtype else None
+
+
+def store(format: str) -> Callable[[], None]:
+    data, scale = plane(format)
+    f = layout.FORMATS[format]
+    new = torch.zeros(64, 1 if f.packed else 8, f.dim or 128, dtype=torch.bfloat16)
+    return lambda: rows.store(Store(new, data, torch.arange(64), scale, format, 64))
+
+
+def load(format: str) -> Callable[[], None]:
+    data, scale = plane(format)
+    f = layout.FORMATS[format]
+    out = torch.empty(64, 1 if f.packed else 8, f.dim or 128, dtype=torch.bfloat16)
+    a = Load(data, torch.arange(64), scale=scale, format=format, page_size=64)
+    return lambda: rows.load(a, out)
+
+
+def convert(src_format: str, dst_format: str) -> Callable[[], None]:
+    (src, src_scale), (dst, dst_scale) = plane(src_format), plane(dst_format)
+    slots = torch.arange(64)
+    a = Convert(src, dst, slots, slots, src_scale, dst_scale, src_format, dst_format, 64, 64)
+    return lambda: convert_host.convert(a)
+
+
+def compress(of: str) -> Callable[[], None]:
+    line = next(line for line in compressions.lines() if line.of == of)
+    s = compressions.Sequences(line, [40], dim=128)
+    args, kwargs = s.step(s.lengths, s.lengths)
+    a = Compress(*args, **kwargs, entries=20)
+    latent = torch.empty(20, s.heads, s.dim, dtype=s.dtype)
+    return lambda: compress_host.compress(a, latent)
+
+
+def merge() -> Callable[[], None]:
+    a = Merge(torch.zeros(4, 64, 16, 512, dtype=torch.bfloat16), torch.zeros(4, 64, 16), torch.zeros(16))
+    return lambda: merge_host.merge(a, torch.empty(64, 16, 512, dtype=torch.bfloat16), torch.empty(64, 16))
+
+
+CALLS: dict[str, Callable[[], Callable[[], None]]] = {
+    **{name: partial(attend, options) for name, options in ATTENDS.items()},
+    **{f"store, {format}": partial(store, format) for format in STORED},
+    **{f"load, {format}": partial(load, format) for format in STORED},
+    **{f"convert, {src} to {dst}": partial(convert, src, dst) for src, dst in CONVERTED},
+    **{f"compress, {of}": partial(compress, of) for of in COMPRESSED},
+    "merge, 4 parts": merge,
+}
+
+
 def compiled(architectures: list[int], names: list[str]) -> Iterator[Compiled]:
     for name in names:
-        launch = attend(ATTENDS[name])
+        launch = CALLS[name]()
         for arch in architectures:
             for kernel, options, code in kernels_of(arch, launch):
-                ptx = code.asm["ptx"]
                 tile = [options[n] for n in ("BLOCK_H", "BLOCK_N") if n in options]
                 tile += [options["num_warps"], options.get("num_stages", "")]
-                products = next((n for n in ("tcgen05", "wgmma", "mma.sync", "fma") if n in ptx), "none")
-                sizes = assembled(arch, ptx)
-                yield Compiled(name, arch, kernel, "x".join(map(str, tile)), *sizes, code.metadata.shared, products)
+                registers, spilled, sass = disassembled(code.asm["cubin"])
+                yield Compiled(
+                    case=name,
+                    arch=arch,
+                    kernel=kernel,
+                    tile="x".join(map(str, tile)),
+                    registers=registers,
+                    spilled=spilled,
+                    shared=code.metadata.shared,
+                    products=next((name for name, word in PRODUCTS.items() if word in sass), "none"),
+                    wide_loads=len(re.findall(r"LDG(?:STS)?\.\S*128", sass)),
+                )
 
 
-def row(c: Compiled) -> str:
-    cells = (c.case, f"sm_{c.arch}{ARCHITECTURES[c.arch]}", c.tile, c.registers, c.spilled, c.shared, c.products)
-    return f"| {' | '.join(map(str, cells))} |"
+def target(arch: int) -> str:
+    return f"sm_{arch}{ARCHITECTURES[arch]}"
+
+
+def tables(found: list[Compiled]) -> Iterator[tuple[str, list[str]]]:
+    """Heads of the tables of the page, and their lines."""
+    lines = []
+    for c in found:
+        if c.kernel == "attend_kernel":
+            cells = (c.case, target(c.arch), c.tile, c.registers, c.spilled, c.shared, c.products)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    yield (
+        "| call | device | rows x entries x warps x stages | registers | spilled bytes | shared bytes | products |",
+        lines,
+    )
+    others: dict[tuple[str, str], list[Compiled]] = {}
+    for c in found:
+        if c.kernel != "attend_kernel":
+            others.setdefault((c.kernel, c.case), []).append(c)
+    lines = []
+    for (kernel, case), of in others.items():
+        most = [max(getattr(c, name) for c in of) for name in ("registers", "spilled", "shared")]
+        lines.append(f"| {' | '.join(map(str, (kernel, case, *most)))} |")
+    yield "| kernel | call | registers | spilled bytes | shared bytes |", lines
+
+
+def with_table(page: str, head: str, lines: list[str]) -> str:
+    """The page with other lines in the table that begins so."""
+    before, _, rest = page.partition(head)
+    rule, _, rest = rest.lstrip("\n").partition("\n")
+    while rest.startswith("|"):
+        rest = rest.partition("\n")[2]
+    return "\n".join([before + head, rule, *lines, rest])
 
 
 if __name__ == "__main__":
-    print("| call | device | heads x entries x warps x stages | registers | spilled bytes | shared bytes | products |")
-    print("|---|---|---|---|---|---|---|")
     archs = [int(arg) for arg in sys.argv[1:] if arg.isdigit()] or list(ARCHITECTURES)
-    chosen = [name for name in ATTENDS if any(arg in name for arg in sys.argv[1:] if not arg.isdigit())]
-    for c in compiled(archs, chosen or list(ATTENDS)):
-        if c.kernel == "attend_kernel":
-            print(row(c), "" if c.ok else "  <- over budget", flush=True)
+    chosen = [name for name in CALLS if any(arg in name for arg in sys.argv[1:] if not arg.isdigit())]
+    found = []
+    for c in compiled(archs, chosen or list(CALLS)):
+        print(c, "" if c.ok else "  <- over budget", flush=True)
+        found.append(c)
+    if len(sys.argv) == 1:
+        text = PAGE.read_text()
+        for head, lines in tables(found):
+            text = with_table(text, head, lines)
+        PAGE.write_text(text)

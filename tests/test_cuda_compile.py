@@ -3,8 +3,6 @@ shows the figures."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sparse_attn import env
@@ -15,16 +13,33 @@ if env.TRITON_INTERPRET.get() == "1":
 
 import cuda_compile
 
-PAGE = (Path(__file__).parent.parent / "docs" / "cuda.md").read_text()
+PAGE = cuda_compile.PAGE.read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cuda_compile.ATTENDS)
+@pytest.mark.parametrize("name", cuda_compile.CALLS)
 def test_within_budgets(name: str) -> None:
     for c in cuda_compile.compiled(list(cuda_compile.ARCHITECTURES), [name]):
         assert c.ok, c
-        if c.kernel == "attend_kernel":
-            assert f"| {c.case} | sm_{c.arch}{cuda_compile.ARCHITECTURES[c.arch]} | {c.tile} |" in PAGE, c
+        attends = f"| {c.case} | {cuda_compile.target(c.arch)} | {c.tile} |"
+        assert (attends if c.kernel == "attend_kernel" else f"| {c.kernel} | {c.case} |") in PAGE, c
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arch", "products", "loads"),
+    [
+        ("V3.2, bf16, 128 heads", 90, "wgmma", 18 + 9),
+        ("V3.2, fp8_v32, 128 heads", 90, "mma.sync", 9 + 4),
+        ("GQA 32/8, bf16, dense, 600 rows", 90, "wgmma", 4 + 8),
+        ("GQA 32/8, bf16, dense, 600 rows", 100, "tcgen05", 4 + 8),
+    ],
+)
+def test_instructions(name: str, arch: int, products: str, loads: int) -> None:
+    """Matrix units, and loads of 16 bytes: as many as the queries of a tile and the rows of a block are for each of 256
+    threads."""
+    c = next(c for c in cuda_compile.compiled([arch], [name]) if c.kernel == "attend_kernel")
+    assert c.products == products and c.wide_loads >= loads
 
 
 @pytest.mark.slow

@@ -11,11 +11,13 @@ import torch
 from compressions import Sequences, lines
 from merges import Merge
 from selections import Batch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_attn
 from sparse_attn import codecs, env, registry
 from sparse_attn.backends.cuda_triton import schedule
-from sparse_attn.backends.cuda_triton.device import Device
+from sparse_attn.backends.cuda_triton.device import INTERPRETED, Device
+from sparse_attn.ops.attend import Attend
 
 interpreted = pytest.mark.skipif(env.TRITON_INTERPRET.get() != "1", reason="needs TRITON_INTERPRET=1")
 
@@ -48,6 +50,26 @@ def test_lists_are_cut_only_while_processors_are_free() -> None:
         for blocks in (1, 7, 33, 1000):
             parts, part_blocks = schedule.parts_of(device, programs, blocks)
             assert (parts - 1) * part_blocks < blocks <= parts * part_blocks  # no part is empty, none is missing
+
+
+def test_wide_decoded_rows_are_decoded_for_32_heads_where_registers_allow() -> None:
+    shape = schedule.shape_of(576, 512, None)
+    for arch, planes, heads in ((90, 1, 32), (100, 1, 16), (90, 2, 16), (80, 1, 16), (120, 1, 16)):
+        assert schedule.tile_of(Device(arch, 132), 128, shape, 2, "e4m3", planes).heads == heads
+    assert schedule.tile_of(Device(90, 132), 128, shape, 2, "int8", 1).heads == 16
+    assert schedule.tile_of(Device(90, 132), 8, shape, 2, "e4m3", 1).heads == 16
+    assert schedule.tile_of(Device(90, 132), 64, schedule.shape_of(512, 512, None), 2, "e4m3", 1).heads == 16
+
+
+def test_rows_are_taken_together_while_every_processor_has_work() -> None:
+    device, shape = Device(90, 132), schedule.shape_of(128, 128, 128)
+    assert schedule.tokens_of(device, 4, 8 * 4096, 4096, shape, 2) == 16
+    assert schedule.tokens_of(device, 4, 8 * 4096, 4096, shape, 4) == 8
+    assert schedule.tokens_of(device, 4, 8 * 40, 40, shape, 2) == 2
+    assert schedule.tokens_of(device, 4, 8 * 4096, 1, shape, 2) == 1
+    assert schedule.tokens_of(device, 3, 8 * 4096, 4096, shape, 2) == 16  # 48 of 64
+    assert schedule.tokens_of(device, 64, 4096, 4096, shape, 2) == 1
+    assert schedule.tokens_of(device, 1, 4096, 4096, schedule.shape_of(576, 512, None), 2) == 1
 
 
 # under the interpreter
@@ -112,6 +134,63 @@ def test_cut_lists_give_what_whole_ones_give(shape: dict, monkeypatch) -> None:
         for got, expected in zip(cut, whole, strict=True):
             torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
         cases.assert_same_bits(cases.run(impl_of("attend"), leading, kwargs), cut)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(v_format="fp32"),
+        dict(v_format="fp32", causal=False, ratio=2, sinks=True),
+        dict(planes="window", kv_heads=1, window=3, sinks=True),
+        dict(planes="main+window", kv_heads=1, ratio=3, q_heads=3, window=70),
+    ],
+    ids=lambda shape: ", ".join(shape),
+)
+def test_rows_taken_together_give_what_single_ones_give(shape: dict) -> None:
+    """Also across the ends of sequences, and with NaN in the values of the last token, which others do not see."""
+    options = dict(lengths=(90, 0, 21, 1), rows=(11, 1, 6, 1), padding=3)
+    leading, kwargs = cases.attend(**(options | shape))
+    for name in ("v", "win"):
+        if kwargs.get(name) is not None and shape.get("causal", True):
+            table = kwargs["page_table" if name == "v" else "win_page_table"]
+            kwargs[name][int(table[0, 89 // 4]), 89 % 4, :, -1] = torch.nan
+    alone = cases.run(impl_of("attend"), leading, dict(kwargs, batch_invariant=True))
+    together = cases.run(impl_of("attend"), leading, kwargs)
+    assert alone[0][11:].isfinite().all() and alone[0][:10].isfinite().all()
+    for got, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6, equal_nan=True)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the numbers of new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if (
+            "empty" in func.__name__ or "zeros" in func.__name__
+        ) and result.numel():  # the interpreter makes empty ones
+            self.sizes.append(result.numel())
+        return result
+
+
+@interpreted
+def test_a_call_with_outputs_allocates_nothing_but_parts_of_cut_lists() -> None:
+    """Outputs are the caller's; what is allocated in a capture, torch keeps in the graph's pool."""
+    from sparse_attn.backends.cuda_triton import attend as host
+
+    leading, kwargs = cases.attend(index_heads=1, selected=160, lengths=(200,), rows=(1,), padding=0)
+    for cut in (False, True):
+        a = Attend(*leading, **dict(kwargs, batch_invariant=not cut))
+        out, lse = torch.empty(1, 4, 16), torch.empty(1, 4)
+        with Allocations() as found:
+            host.attend(a, out, lse)
+        cells = 4 * schedule.parts_of(INTERPRETED, 2, 5)[0]
+        assert found.sizes == ([cells * (2 + 16)] if cut else [])
 
 
 @interpreted

@@ -14,7 +14,7 @@ from .device import device_of
 from .kernels.attend import attend_kernel
 from .kernels.combine import combine_kernel
 from .planes import Codes, Pages, Rows
-from .schedule import parts_of, power_of_two, shape_of, tile_of
+from .schedule import parts_of, power_of_two, shape_of, tile_of, tokens_of
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
@@ -34,11 +34,11 @@ class Indices(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What programs leave of a row and head: the largest score, the sum of weights under it, and the weighted rows."""
+    """What programs leave of a row and head: the weighted rows, the largest score and the sum of weights under it."""
 
+    acc: Tensor
     largest: Tensor
     total: Tensor
-    acc: Tensor
 
 
 def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
@@ -53,19 +53,28 @@ def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     shape = shape_of(dim, a.v_dim, None if a.v is None else a.v_dim)
     compute_bytes = 4 if wide else a.q.element_size()
     two = a.kv is not None and a.win is not None
-    tile = tile_of(device, heads // groups, shape, compute_bytes, _decoded(a), 2 if two else 1)
-    programs = tokens * groups * -(-heads // groups // tile.heads)
-    parts, part_blocks = (1, 1) if a.batch_invariant else parts_of(device, programs, _blocks(a, tile.entries))
+    size = heads // groups
+    together = 1
+    if _ranges(a) and not a.batch_invariant:
+        together = tokens_of(device, size, tokens * groups, a.max_seqlen_q, shape, compute_bytes)
+    tile = tile_of(device, size * together, shape, compute_bytes, _decoded(a), 2 if two else 1)
+    programs = -(-tokens // together) * groups * -(-size * together // tile.heads)
+    parts, part_blocks = (
+        (1, 1) if a.batch_invariant or together > 1 else parts_of(device, programs, _blocks(a, tile.entries))
+    )
     partial = None
     if parts > 1:
+        # the only memory that a call allocates; of a capture torch keeps it in the graph's pool
         cells = tokens * heads * parts
-        partial = Partial(*(a.q.new_empty(cells * n, dtype=torch.float32) for n in (1, 1, a.v_dim)))
+        memory = a.q.new_empty(cells * (2 + a.v_dim), dtype=torch.float32)
+        partial = Partial(*memory.split([cells * a.v_dim, cells, cells]))
     keys, values, key, value = _main(a)
     win, win_key = _window(a)
     attend_kernel[programs, parts](
         a.q,
         a.q.stride(0),
         a.q.stride(1),
+        tokens,
         a.cu_seqlens_q,
         a.seq_lens,
         a.seq_lens.shape[0],
@@ -101,6 +110,7 @@ def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
         WIN_VALUE=None if a.v is None else win_key,
         CAUSAL=a.causal,
         PARTS=parts,
+        TOKENS=together,
         BLOCK_H=tile.heads,
         BLOCK_N=tile.entries,
         HARDWARE_FP8=device.hardware_fp8,
@@ -133,9 +143,15 @@ def _all_half(a: Attend) -> bool:
     return rope and all(format == "fp16" for format in used)
 
 
-def _decoded(a: Attend) -> bool:
-    """Whether any plane holds numbers that are not as they are read."""
-    return any(FORMATS[name].codec.scale for name in (a.format, a.value_format, a.win_format))
+def _ranges(a: Attend) -> bool:
+    """Whether what rows attend follows from their positions, and changes little from one to the next."""
+    return all(t is None for t in (a.indices, a.win_indices, a.kv_range, a.win_range))
+
+
+def _decoded(a: Attend) -> str:
+    """The type of the numbers of a plane that are not as they are read; "" if no plane holds such."""
+    codecs = (FORMATS[name].codec for name in (a.format, a.value_format, a.win_format))
+    return next((codec.element for codec in codecs if codec.scale), "")
 
 
 def _blocks(a: Attend, block: int) -> int:

@@ -8,7 +8,7 @@ from sparse_attn.layout import FORMATS
 
 from . import planes
 from .device import device_of
-from .kernels.convert import move_kernel, requantise_kernel
+from .kernels.convert import convert_kernel
 from .schedule import SMALLEST, power_of_two
 
 if TYPE_CHECKING:
@@ -24,37 +24,32 @@ def convert(a: Convert) -> None:
     count = src.slots if a.src_slots is None else a.src_slots.shape[0]
     if count == 0 or src.heads * src.dim == 0:
         return
-    places = (a.src_slots, src.page_size, src.pages), (a.dst_slots, dst.page_size, dst.pages)
-    grid = -(-count // ROWS), src.heads
-    pad, pad_bytes = planes.padding(a.dst, a.dst_format, dst.page_size)
+    sizes: tuple[int, int, int] | None = None
     if FORMATS[a.src_format].codec == FORMATS[a.dst_format].codec:
-        src_parts, sizes = planes.bits(a.src, a.src_format, src.page_size, a.src_scale)
-        dst_parts, _ = planes.bits(a.dst, a.dst_format, dst.page_size, a.dst_scale)
-        move_kernel[grid](
-            *src_parts,
-            *places[0],
-            *dst_parts,
-            pad,
-            *places[1],
-            count,
-            SIZES=sizes,
-            PAD=pad_bytes,
-            WIDTH=min(max(power_of_two(sizes[0]), SMALLEST), MOVED_COLUMNS),
-            BLOCK=ROWS,
-            num_warps=4,
-        )
-        return
-    requantise_kernel[grid](
-        *planes.rows("convert", "src", a.src, a.src_format, src.page_size, a.src_scale),
-        *places[0],
-        *planes.rows("convert", "dst", a.dst, a.dst_format, dst.page_size, a.dst_scale),
+        src_rows, sizes = planes.bits(a.src, a.src_format, src.page_size, a.src_scale)
+        dst_rows, _ = planes.bits(a.dst, a.dst_format, dst.page_size, a.dst_scale)
+        width = min(power_of_two(sizes[0]), MOVED_COLUMNS)
+    else:
+        src_rows = planes.rows("convert", "src", a.src, a.src_format, src.page_size, a.src_scale)
+        dst_rows = planes.rows("convert", "dst", a.dst, a.dst_format, dst.page_size, a.dst_scale)
+        width = power_of_two(src.dim)
+    pad, pad_bytes = planes.padding(a.dst, a.dst_format, dst.page_size)
+    convert_kernel[-(-count // ROWS), src.heads](
+        *src_rows,
+        a.src_slots,
+        src.page_size,
+        src.pages,
+        *dst_rows,
         pad,
-        *places[1],
+        a.dst_slots,
+        dst.page_size,
+        dst.pages,
         count,
         SRC=planes.codes(a.src_format, src.dim),
         DST=planes.codes(a.dst_format, dst.dim),
+        SIZES=sizes,
         PAD=pad_bytes,
-        WIDTH=max(power_of_two(src.dim), SMALLEST),
+        WIDTH=max(width, SMALLEST),
         BLOCK=ROWS,
         HARDWARE_FP8=device_of(a.dst).hardware_fp8,
         num_warps=4,

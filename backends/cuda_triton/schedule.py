@@ -63,29 +63,42 @@ def _columns(dim: int) -> tuple[int, int, int]:
     return (lead, 1, tail) if lead <= WIDEST else (lead // 2, 2, tail)
 
 
-@cache
-def tile_of(device: Device, heads: int, shape: Shape, compute_bytes: int, decoded: bool, planes: int) -> Tile:
-    """Tile for groups of ``heads`` query heads, whose products take numbers of ``compute_bytes``, on rows of one or two
-    ``planes`` that are ``decoded`` or plain. Chosen so that nothing spills from registers (``docs/cuda.md``), not yet
-    by speed.
+def most_rows(device: Device, shape: Shape, compute_bytes: int) -> int:
+    """Rows of the largest tile of query heads. For sm_100, Triton 3.7 makes a trap of 64 rows and 512 columns."""
+    narrow = compute_bytes == 4 or (shape.leads == 2 and (device.small or device.arch >= 100))
+    return 32 if narrow else 64
 
-    For sm_100, Triton 3.7 makes a trap of tiles of 64 heads and 512 columns.
-    """
-    most = 64
-    if compute_bytes == 4 or device.small or device.arch >= 100:
-        most = 32
+
+@cache
+def tile_of(device: Device, heads: int, shape: Shape, compute_bytes: int, decoded: str, planes: int) -> Tile:
+    """Tile for groups of ``heads`` query heads, whose products take numbers of ``compute_bytes``, on rows of one or two
+    ``planes`` whose numbers are ``decoded`` from some type, or plain (""). Chosen so that nothing spills from registers
+    (``docs/cuda.md``), not yet by speed."""
+    most = most_rows(device, shape, compute_bytes)
     if shape.leads == 2 and (decoded or compute_bytes == 4):
-        most = 16  # beside the decoder and its rows there is no room for more
+        # Beside the decoder and its rows there is no room for more, but on sm_90 where the rope has a tile of its own.
+        most = 32 if decoded == "e4m3" and planes == 1 and shape.tail > 0 and device.arch == 90 else 16
     block_h = min(max(power_of_two(heads), SMALLEST), most)
     if compute_bytes == 4:
         return Tile(block_h, 16 if shape.leads == 2 else 32, 4, 2)
     if shape.leads == 1:
-        return Tile(block_h, 64, 4, 2)
+        return Tile(block_h, 64, 8 if block_h == 64 else 4, 2)
     if decoded:
-        return Tile(block_h, 32 if planes == 2 and device.arch > 80 else 16, 8, 2)
+        entries = 32 if block_h == 32 or (planes == 2 and device.arch > 80) else 16
+        return Tile(block_h, entries, 8, 1 if entries == 16 and device.arch >= 120 else 2)
     if block_h == SMALLEST:
         return Tile(block_h, 32, 4, 2)
     return Tile(block_h, 32 if planes == 1 or block_h < 64 else 16, 8, 1 if device.small else 2)
+
+
+def tokens_of(device: Device, heads: int, rows: int, longest: int, shape: Shape, compute_bytes: int) -> int:
+    """How many query rows, of ``heads`` heads each, a program takes where they attend much the same: as many as fill a
+    tile, while the ``rows`` of all groups of heads keep every processor at work. ``longest`` bounds the rows of a
+    sequence. Sums of wide values leave no room for it."""
+    if shape.leads == 2:
+        return 1
+    most = min(most_rows(device, shape, compute_bytes) // heads, rows // device.processors, longest)
+    return 1 << (max(most, 1).bit_length() - 1)
 
 
 PARTS_MOST = 64

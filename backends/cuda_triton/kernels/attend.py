@@ -1,9 +1,13 @@
-"""Device code of ``attend``: a program takes one query row, up to BLOCK_H heads that share a KV head and a selection,
-and one part of what the row attends.
+"""Device code of ``attend``: a program takes up to BLOCK_H heads that share a KV head and a selection, of one query row
+and one part of what it attends, or of TOKENS rows.
 
 A row attends a list of positions: those of the window plane, then those of the main plane. Each is cut into blocks of
 BLOCK_N, and all blocks into parts of one length. With one part the program finishes the softmax; with more it writes
 partial results, which ``combine`` joins in a fixed order.
+
+Rows are taken together where heads are few and lists are ranges, so that a block is read once for all of them. First
+comes what every row of them sees, then what only some see, row by row: an entry that a row does not see changes nothing
+of it, whatever the entry holds.
 """
 
 from __future__ import annotations
@@ -25,6 +29,49 @@ def visible(ranges, row, low, high):
         low = tl.load(ranges + row * 2).to(tl.int64)
         high = tl.load(ranges + row * 2 + 1).to(tl.int64)
     return tl.maximum(low, 0), high
+
+
+@triton.jit
+def seen(position, length, window, ratio, IN_WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """The range of a plane that a row attends where no other is given."""
+    if IN_WINDOW:
+        return tl.maximum(position - window + 1, 0) if window > 0 else position * 0, position + 1
+    else:
+        return position * 0, (position + 1 if CAUSAL else length.to(tl.int64)) // ratio
+
+
+@triton.jit
+def piece_of(
+    piece,
+    first_row,
+    last_row,
+    cu_seqlens_q,
+    seq_lens,
+    batch,
+    window,
+    ratio,
+    IN_WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """A piece of what rows attend that are taken together: its sequence and range. Piece 0 is what all rows see if they
+    are of one sequence; 2i + 1 and 2i + 2 are what row i sees before and after that."""
+    sequence, length, position, live = place_of(cu_seqlens_q, seq_lens, first_row, batch)
+    _, high = seen(position, length, window, ratio, IN_WINDOW, CAUSAL)
+    last_sequence, length, position, _ = place_of(cu_seqlens_q, seq_lens, last_row, batch)
+    low, _ = seen(position, length, window, ratio, IN_WINDOW, CAUSAL)
+    common = live & (sequence == last_sequence) & (low < high)
+    there = common
+    if piece > 0:
+        row = first_row + (piece - 1) // 2
+        sequence, length, position, live = place_of(cu_seqlens_q, seq_lens, row, batch)
+        own_low, own_high = seen(position, length, window, ratio, IN_WINDOW, CAUSAL)
+        after = piece % 2 == 0
+        low, high = (
+            tl.where(after, tl.where(common, high, own_high), own_low),
+            tl.where(after | (common == 0), own_high, low),
+        )
+        there = live & (row <= last_row)
+    return sequence, low, tl.where(there, high, low)
 
 
 @triton.jit
@@ -59,8 +106,20 @@ def put(to, at, column_step, acc, mask, START: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
+def summed(acc, decay, weight, v, takes):
+    """The sums of rows with those of a block."""
+    new = tl.dot(weight, v, acc * decay[:, None], input_precision="ieee")
+    if takes is None:
+        return new
+    else:
+        # a weight of 0 times what is not finite is not 0
+        return tl.where(takes[:, None], new, acc)
+
+
+@triton.jit
 def attend_blocks(
     state,
+    takes,
     query,
     scale,
     first,
@@ -88,7 +147,7 @@ def attend_blocks(
     HARDWARE_FP8: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Blocks ``first`` to ``last`` of one plane, joined to the running softmax.
+    """Blocks ``first`` to ``last`` of one plane, joined to the running softmax of all rows or of those that ``takes``.
 
     Columns of keys and values lie in up to two tiles of one width and a narrower tail, as a tile of 512 columns would
     fill the registers.
@@ -133,6 +192,8 @@ def attend_blocks(
         score = tl.where(valid[None, :], score * scale, float("-inf"))
         # a page that is not there makes the row NaN, so that the fault is seen
         score = tl.where((valid & (there == 0))[None, :], float("nan"), score)
+        if takes is not None:
+            score = tl.where(takes[:, None], score, float("-inf"))
         largest = tl.maximum(m, tl.max(score, 1))
         # 0 for -inf: where nothing was attended yet, exp2 must not see inf - inf
         floor = tl.where(largest == float("-inf"), 0.0, largest)
@@ -147,7 +208,7 @@ def attend_blocks(
             v0 = row_tile(
                 v, v_rope, v_scales, page, offset, kv_head, there, VALUE, 0, SHAPE.v_lead, HARDWARE_FP8, COMPUTE
             )
-        acc0 = tl.dot(weight, v0, acc0 * decay[:, None], input_precision="ieee")
+        acc0 = summed(acc0, decay, weight, v0, takes)
         if SHAPE.v_leads == 2:
             if VALUE is None:
                 v1 = k1
@@ -166,7 +227,7 @@ def attend_blocks(
                     HARDWARE_FP8,
                     COMPUTE,
                 )
-            acc1 = tl.dot(weight, v1, acc1 * decay[:, None], input_precision="ieee")
+            acc1 = summed(acc1, decay, weight, v1, takes)
         if SHAPE.v_tail > 0:
             if VALUE is None:
                 v2 = k2
@@ -185,15 +246,16 @@ def attend_blocks(
                     HARDWARE_FP8,
                     COMPUTE,
                 )
-            acc2 = tl.dot(weight, v2, acc2 * decay[:, None], input_precision="ieee")
+            acc2 = summed(acc2, decay, weight, v2, takes)
     return m, total, acc0, acc1, acc2
 
 
-@triton.jit(do_not_specialize=["batch", "part_blocks"])
+@triton.jit(do_not_specialize=["rows", "batch", "part_blocks"])
 def attend_kernel(
     q,
     q_step,
     q_head_step,
+    rows,
     cu_seqlens_q,
     seq_lens,
     batch,
@@ -233,6 +295,7 @@ def attend_kernel(
     WIN_VALUE: tl.constexpr,
     CAUSAL: tl.constexpr,
     PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
@@ -243,44 +306,30 @@ def attend_kernel(
     SIZE: tl.constexpr = HEADS // GROUPS
     V_LEAD: tl.constexpr = SHAPE.v_lead
     V_TAIL: tl.constexpr = SHAPE.v_tail
-    BLOCKS_A_GROUP: tl.constexpr = (SIZE + BLOCK_H - 1) // BLOCK_H
+    BLOCKS_A_GROUP: tl.constexpr = (SIZE * TOKENS + BLOCK_H - 1) // BLOCK_H
+    PIECES: tl.constexpr = 1 if TOKENS == 1 else 2 * TOKENS + 1
     program = tl.program_id(0)
     part = tl.program_id(1)
-    row = (program // (GROUPS * BLOCKS_A_GROUP)).to(tl.int64)
+    first_row = (program // (GROUPS * BLOCKS_A_GROUP)).to(tl.int64) * TOKENS
+    last_row = tl.minimum(first_row + TOKENS, rows) - 1
     group = program // BLOCKS_A_GROUP % GROUPS
     within = program % BLOCKS_A_GROUP * BLOCK_H + tl.arange(0, BLOCK_H)
-    head = group * SIZE + within
-    in_group = within < SIZE
+    token = within // SIZE
+    row = tl.where(token < TOKENS, first_row + token, rows)
+    head = group * SIZE + within % SIZE
+    in_group = row <= last_row
     kv_head = (group * KV_HEADS // GROUPS).to(tl.int64)
     index_head = (group * INDEX_HEADS // GROUPS).to(tl.int64)
 
-    sequence, length, position, live = place_of(cu_seqlens_q, seq_lens, row, batch)
-
-    nothing = row * 0
-    win_low, win_high, win_chosen, win_count = nothing, nothing, None, nothing
-    if win is not None:
-        earliest = position - window + 1 if window > 0 else nothing
-        win_low, win_high = visible(win_range, row, earliest, position + 1)
-        win_chosen, win_low, win_count = positions(win_low, win_high, win_indices, None, row, 0, 1, win_pages, WIN_PAGE)
-    low, high, chosen, count = nothing, nothing, None, nothing
-    if kv is not None:
-        tokens = position + 1 if CAUSAL else length.to(tl.int64)
-        low, high = visible(kv_range, row, nothing, tokens // ratio)
-        chosen, low, count = positions(low, high, indices, index_counts, row, index_head, select_block, kv_pages, PAGE)
-    win_blocks = tl.where(live, (win_count + BLOCK_N - 1) // BLOCK_N, 0).to(tl.int32)
-    blocks = win_blocks + tl.where(live, (count + BLOCK_N - 1) // BLOCK_N, 0).to(tl.int32)
-    first = tl.minimum(part * part_blocks, blocks)
-    last = blocks if PARTS == 1 else tl.where(part == PARTS - 1, blocks, tl.minimum(first + part_blocks, blocks))
-
     q_at = row * q_step + head * q_head_step
-    q0 = columns(q, q_at, in_group & live, 0, SHAPE.lead, SHAPE.dim, COMPUTE)
+    q0 = columns(q, q_at, in_group, 0, SHAPE.lead, SHAPE.dim, COMPUTE)
     # tiles that the shape lacks are never used, but a tuple has no room for None
     q1 = q0
     q2 = q0
     if SHAPE.leads == 2:
-        q1 = columns(q, q_at, in_group & live, SHAPE.lead, SHAPE.lead, SHAPE.dim, COMPUTE)
+        q1 = columns(q, q_at, in_group, SHAPE.lead, SHAPE.lead, SHAPE.dim, COMPUTE)
     if SHAPE.tail > 0:
-        q2 = columns(q, q_at, in_group & live, SHAPE.leads * SHAPE.lead, SHAPE.tail, SHAPE.dim, COMPUTE)
+        q2 = columns(q, q_at, in_group, SHAPE.leads * SHAPE.lead, SHAPE.tail, SHAPE.dim, COMPUTE)
     m = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc0 = tl.zeros((BLOCK_H, V_LEAD), tl.float32)
@@ -290,70 +339,111 @@ def attend_kernel(
         acc1 = tl.zeros((BLOCK_H, V_LEAD), tl.float32)
     if V_TAIL > 0:
         acc2 = tl.zeros((BLOCK_H, V_TAIL), tl.float32)
-    state = m, total, acc0, acc1, acc2
     query = q0, q1, q2
     base2 = scale * LOG2E
-    if win is not None:
-        state = attend_blocks(
-            state,
-            query,
-            base2,
-            tl.minimum(first, win_blocks),
-            tl.minimum(last, win_blocks),
-            win_low,
-            win_high,
-            win_indices,
-            win_chosen,
-            win_count,
-            1,
-            sequence.to(tl.int64),
-            kv_head,
-            win_pages,
-            win,
-            win_rope,
-            win_scales,
-            win,
-            win_rope,
-            win_scales,
-            WIN_PAGE,
-            WIN_KEY,
-            WIN_VALUE,
-            SHAPE,
-            BLOCK_N,
-            HARDWARE_FP8,
-            COMPUTE,
-        )
-    if kv is not None:
-        state = attend_blocks(
-            state,
-            query,
-            base2,
-            tl.maximum(first - win_blocks, 0),
-            tl.maximum(last - win_blocks, 0),
-            low,
-            high,
-            indices,
-            chosen,
-            count,
-            select_block,
-            sequence.to(tl.int64),
-            kv_head,
-            kv_pages,
-            kv,
-            kv_rope,
-            kv_scales,
-            v,
-            None,
-            v_scales,
-            PAGE,
-            KEY,
-            VALUE,
-            SHAPE,
-            BLOCK_N,
-            HARDWARE_FP8,
-            COMPUTE,
-        )
-    m, total, acc0, acc1, acc2 = state
+    nothing = first_row * 0
+    for piece in tl.range(0, PIECES):
+        win_sequence, win_low, win_high, win_chosen, win_count = nothing, nothing, nothing, None, nothing
+        sequence, low, high, chosen, count = nothing, nothing, nothing, None, nothing
+        takes = None
+        if TOKENS == 1:
+            sequence, length, position, live = place_of(cu_seqlens_q, seq_lens, first_row, batch)
+            win_sequence = sequence
+            if win is not None:
+                win_low, win_high = seen(position, length, window, ratio, True, CAUSAL)
+                win_low, win_high = visible(win_range, first_row, win_low, win_high)
+            if kv is not None:
+                low, high = seen(position, length, window, ratio, False, CAUSAL)
+                low, high = visible(kv_range, first_row, low, high)
+        else:
+            live = True
+            takes = (piece == 0) | (token == (piece - 1) // 2)
+            if win is not None:
+                win_sequence, win_low, win_high = piece_of(
+                    piece, first_row, last_row, cu_seqlens_q, seq_lens, batch, window, ratio, True, CAUSAL
+                )
+            if kv is not None:
+                sequence, low, high = piece_of(
+                    piece, first_row, last_row, cu_seqlens_q, seq_lens, batch, window, ratio, False, CAUSAL
+                )
+        if win is not None:
+            win_chosen, win_low, win_count = positions(
+                win_low, win_high, win_indices, None, first_row, 0, 1, win_pages, WIN_PAGE
+            )
+        if kv is not None:
+            chosen, low, count = positions(
+                low, high, indices, index_counts, first_row, index_head, select_block, kv_pages, PAGE
+            )
+        win_blocks = tl.where(live, (win_count + BLOCK_N - 1) // BLOCK_N, 0).to(tl.int32)
+        blocks = win_blocks + tl.where(live, (count + BLOCK_N - 1) // BLOCK_N, 0).to(tl.int32)
+        first = tl.minimum(part * part_blocks, blocks) if PARTS > 1 else blocks * 0
+        last = blocks
+        if PARTS > 1:
+            last = tl.where(part == PARTS - 1, blocks, tl.minimum(first + part_blocks, blocks))
+        state = m, total, acc0, acc1, acc2
+        if win is not None:
+            state = attend_blocks(
+                state,
+                takes,
+                query,
+                base2,
+                tl.minimum(first, win_blocks),
+                tl.minimum(last, win_blocks),
+                win_low,
+                win_high,
+                win_indices,
+                win_chosen,
+                win_count,
+                1,
+                win_sequence.to(tl.int64),
+                kv_head,
+                win_pages,
+                win,
+                win_rope,
+                win_scales,
+                win,
+                win_rope,
+                win_scales,
+                WIN_PAGE,
+                WIN_KEY,
+                WIN_VALUE,
+                SHAPE,
+                BLOCK_N,
+                HARDWARE_FP8,
+                COMPUTE,
+            )
+        if kv is not None:
+            state = attend_blocks(
+                state,
+                takes,
+                query,
+                base2,
+                tl.maximum(first - win_blocks, 0),
+                tl.maximum(last - win_blocks, 0),
+                low,
+                high,
+                indices,
+                chosen,
+                count,
+                select_block,
+                sequence.to(tl.int64),
+                kv_head,
+                kv_pages,
+                kv,
+                kv_rope,
+                kv_scales,
+                v,
+                None,
+                v_scales,
+                PAGE,
+                KEY,
+                VALUE,
+                SHAPE,
+                BLOCK_N,
+                HARDWARE_FP8,
+                COMPUTE,
+            )
+        m, total, acc0, acc1, acc2 = state
 
     cell = row * HEADS + head
     if PARTS == 1:

@@ -11,15 +11,20 @@ from .rows import located
 
 
 @triton.jit
-def both_located(src_slots, dst_slots, n, count, src_page_size, src_pages, dst_page_size, dst_pages):
-    """Which entries have a place in both planes, and their pages and offsets in each."""
-    _, leaves, page, offset = located(src_slots, n, count, src_page_size.to(tl.int64), src_pages)
-    _, arrives, to_page, to_offset = located(dst_slots, n, count, dst_page_size.to(tl.int64), dst_pages)
-    return leaves & arrives, page, offset, to_page, to_offset
+def move(src, dst, page, offset, to_page, to_offset, head, moved, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """One part of entries, SIZE numbers of each, as it is."""
+    if src is not None:
+        at = row_start(src, page, offset, head)
+        to = row_start(dst, to_page, to_offset, head)
+        for start in tl.static_range(0, SIZE, WIDTH):
+            column = start + tl.arange(0, WIDTH)
+            mask = moved[:, None] & (column < SIZE)[None, :]
+            x = tl.load(src.data + at[:, None] + column[None, :], mask=mask, other=0)
+            tl.store(dst.data + to[:, None] + column[None, :], x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
-def requantise_kernel(
+def convert_kernel(
     src_values,
     src_rope,
     src_scales,
@@ -36,62 +41,26 @@ def requantise_kernel(
     count,
     SRC: tl.constexpr,
     DST: tl.constexpr,
+    SIZES: tl.constexpr,
     PAD: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
 ):
-    """Reads rows as ``load`` and writes them as ``store``."""
+    """With SIZES, moves the parts of entries, whose numbers are the same in both formats. Else reads rows as ``load``
+    does and writes them as ``store`` does."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1).to(tl.int64)
-    moved, page, offset, to_page, to_offset = both_located(
-        src_slots, dst_slots, n, count, src_page_size, src_pages, dst_page_size, dst_pages
-    )
-    x = row_tile(src_values, src_rope, src_scales, page, offset, head, moved, SRC, 0, WIDTH, HARDWARE_FP8, tl.float32)
-    put_rows(values, rope, scales, pad, to_page, to_offset, head, moved, x, DST, PAD)
-
-
-@triton.jit
-def move(src, dst, page, offset, to_page, to_offset, head, moved, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """One part of entries, SIZE numbers of each, as it is."""
-    if src is not None:
-        at = row_start(src, page, offset, head)
-        to = row_start(dst, to_page, to_offset, head)
-        for start in tl.static_range(0, SIZE, WIDTH):
-            column = start + tl.arange(0, WIDTH)
-            mask = moved[:, None] & (column < SIZE)[None, :]
-            x = tl.load(src.data + at[:, None] + column[None, :], mask=mask, other=0)
-            tl.store(dst.data + to[:, None] + column[None, :], x, mask=mask)
-
-
-@triton.jit(do_not_specialize=["count"])
-def move_kernel(
-    src_values,
-    src_rope,
-    src_scales,
-    src_slots,
-    src_page_size,
-    src_pages,
-    values,
-    rope,
-    scales,
-    pad,
-    dst_slots,
-    dst_page_size,
-    dst_pages,
-    count,
-    SIZES: tl.constexpr,
-    PAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Moves the parts of entries, whose numbers are the same in both formats."""
-    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1).to(tl.int64)
-    moved, page, offset, to_page, to_offset = both_located(
-        src_slots, dst_slots, n, count, src_page_size, src_pages, dst_page_size, dst_pages
-    )
-    move(src_values, values, page, offset, to_page, to_offset, head, moved, SIZES[0], WIDTH)
-    move(src_rope, rope, page, offset, to_page, to_offset, head, moved, SIZES[1], WIDTH)
-    move(src_scales, scales, page, offset, to_page, to_offset, head, moved, SIZES[2], WIDTH)
-    put_zeros(pad, to_page, to_offset, head, moved, PAD)
+    _, leaves, page, offset = located(src_slots, n, count, src_page_size.to(tl.int64), src_pages)
+    _, arrives, to_page, to_offset = located(dst_slots, n, count, dst_page_size.to(tl.int64), dst_pages)
+    moved = leaves & arrives
+    if SIZES is None:
+        x = row_tile(
+            src_values, src_rope, src_scales, page, offset, head, moved, SRC, 0, WIDTH, HARDWARE_FP8, tl.float32
+        )
+        put_rows(values, rope, scales, pad, to_page, to_offset, head, moved, x, DST, PAD)
+    else:
+        move(src_values, values, page, offset, to_page, to_offset, head, moved, SIZES[0], WIDTH)
+        move(src_rope, rope, page, offset, to_page, to_offset, head, moved, SIZES[1], WIDTH)
+        move(src_scales, scales, page, offset, to_page, to_offset, head, moved, SIZES[2], WIDTH)
+        put_zeros(pad, to_page, to_offset, head, moved, PAD)
