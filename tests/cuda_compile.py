@@ -137,7 +137,7 @@ def kernels_of(arch: int, launch: Callable[[], None]) -> list[tuple[str, dict[st
 
 
 def disassembled(cubin: bytes) -> tuple[int, int, str]:
-    """Registers, bytes of the stack, which hold what is spilled, and the instructions."""
+    """Registers, spilled bytes, and the instructions. Without a store to it, the stack serves calls."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -146,7 +146,7 @@ def disassembled(cubin: bytes) -> tuple[int, int, str]:
         sass = run([knobs.nvidia.nvdisasm.path, "-c", file.name]).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    return int(found[1]), int(found[2]), sass
+    return int(found[1]), int(found[2]) if "STL" in sass else 0, sass
 
 
 def attend(options: dict[str, Any]) -> Callable[[], None]:
