@@ -10,7 +10,7 @@ import torch
 
 from sparse_attn import registry
 from sparse_attn.backends import ascend_triton
-from sparse_attn.backends.ascend_triton import soc
+from sparse_attn.backends.ascend_triton import schedule, soc
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +58,33 @@ def test_kernels_take_npu_tensors_and_stand_behind_the_vendors() -> None:
     for impl in ascend_triton.IMPLS:
         assert impl.limits["device"] == registry.OneOf(("npu",))
         assert impl.priority < min(other.priority for other in vendor)
+
+
+def test_tiles_hold_every_column() -> None:
+    for dim in range(1, 641):
+        shape = schedule.shape_of(dim, dim, False)
+        assert dim <= shape.row < 2 * max(dim, 16), dim
+        for width in (shape.lead, shape.tail):
+            assert width <= 256 and (width == 0 or (width >= 16 and width & (width - 1) == 0))
+
+
+def test_tiles_of_released_models() -> None:
+    assert schedule.shape_of(576, 512, False)[2:] == (256, 2, 64, 256, 2, 0)
+    assert schedule.shape_of(512, 512, False)[2:] == (256, 2, 0, 256, 2, 0)
+    assert schedule.shape_of(192, 128, True)[2:] == (128, 1, 64, 128, 1, 0)
+    latent = schedule.shape_of(512, 512, False)
+    assert schedule.chunk_of(512, latent) == 256
+    assert schedule.chunk_of(448, latent) == 64  # no tile holds numbers of both kinds
+    assert schedule.heads_of(soc.SOCS["A2"], 128, latent) == 64
+    assert schedule.heads_of(soc.SOCS["950"], 128, latent) == 32
+
+
+def test_lists_are_cut_only_while_cores_are_free() -> None:
+    assert schedule.parts_of(20, 20, 32) == (1, 32)
+    assert schedule.parts_of(20, 11, 32) == (1, 32)
+    assert schedule.parts_of(20, 2, 32) == (8, 4)
+    assert schedule.parts_of(20, 1, 1) == (1, 1)
+    for tasks in (1, 3, 8):
+        for tiles in (1, 7, 33, 1000):
+            parts, part_tiles = schedule.parts_of(20, tasks, tiles)
+            assert (parts - 1) * part_tiles < tiles <= parts * part_tiles  # no part is empty, none is missing

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sparse_attn.registry import Impl, Limit, OneOf
+from sparse_attn.registry import Between, Impl, Limit, OneOf
 
-from . import merge, soc
+from . import attend, merge, soc
 
 
 def _impl(
@@ -31,4 +31,12 @@ def _impl(
     )
 
 
-IMPLS = (_impl(merge.merge, tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)}),)
+IMPLS = (
+    _impl(
+        attend.attend,
+        limits={"qk_dim": Between(1, 640), "v_dim": Between(1, 640), "selected": Between(0, 1 << 24)},
+        # Standard normal inputs. Products of bfloat16 queries round keys, values and weights to bfloat16.
+        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
+    ),
+    _impl(merge.merge, tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)}),
+)

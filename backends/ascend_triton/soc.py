@@ -17,6 +17,8 @@ class Soc(NamedTuple):
     names: str
     cores: int
     buffer: int
+    both_vector_units: bool
+    """Whether the compiler deals the rows of a result out to both."""
 
     @property
     def vector_cores(self) -> int:
@@ -24,9 +26,9 @@ class Soc(NamedTuple):
 
 
 SOCS = {
-    "A2": Soc("Ascend910B", 20, 192 << 10),
-    "A3": Soc("Ascend910_93", 24, 192 << 10),
-    "950": Soc("Ascend950", 32, 248 << 10),
+    "A2": Soc("Ascend910B", 20, 192 << 10, True),
+    "A3": Soc("Ascend910_93", 24, 192 << 10, True),
+    "950": Soc("Ascend950", 32, 248 << 10, False),
 }
 """As AscendNPU IR plans for 910B3, 910_9382 and 950PR_9589. Members of a family differ in cores: the driver knows."""
 

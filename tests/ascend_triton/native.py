@@ -59,7 +59,7 @@ def build(text: str) -> Any:
         mlir.write_text(source)
         _run(LLVM / "mlir-opt", mlir, *PASSES, "-o", lowered)
         _run(LLVM / "mlir-translate", lowered, "--mlir-to-llvmir", "-o", ir)
-        flags = ("-O2", "-march=native", "-shared", "-fPIC", "-Wno-override-module")
+        flags = ("-O1", "-march=native", "-shared", "-fPIC", "-Wno-override-module")
         _run(LLVM / "clang", *flags, ir, RUNTIME, "-o", made, "-lm")
         made.rename(library)
         for path in (mlir, lowered, ir):

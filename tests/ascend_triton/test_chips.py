@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from costs import costs, table
 from launches import CALLS, kernels
 from lowering import CHIPS, Overflow, hivm, linalg, specialise
 
 from sparse_attn.backends.ascend_triton.soc import SOCS
+
+PAGE = Path(__file__).parents[2] / "docs" / "ascend-triton.md"
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -51,3 +55,23 @@ def test_what_does_not_fit_is_found(chip: str) -> None:
         else:
             with pytest.raises(Overflow, match="ub overflow"):
                 hivm(text, CHIPS[chip])
+
+
+def test_costs_are_those_of_the_page() -> None:
+    """Better or worse: the table is to be made anew, and the difference to be looked at."""
+    page = PAGE.read_text().split("<!-- generated: costs -->")[1].split("<!-- end -->")[0]
+    assert page.strip() == table()
+
+
+def test_rows_in_place_are_fetched_once() -> None:
+    chip = CHIPS["910B3"]
+    for name, least in {
+        "GQA 32/8, bf16, dense": 512,
+        "V4, bf16, 64 heads": 1024,
+        "V3.2, bf16, 128 heads": 1152,
+    }.items():
+        kernel = next(k for k in kernels(f"attend, {name}", chip) if k.function.__name__ == "attend_kernel")
+        measured = costs(hivm(linalg(kernel, chip), chip))
+        assert measured.busiest.fetched == least * kernel.constants["MAIN"].tile
+        assert measured.vector_units == 2
+        assert measured.buffer <= SOCS["A2"].buffer

@@ -21,7 +21,7 @@ def exponent(lses, at, mask, BASE_2: tl.constexpr, INF_IS_EMPTY: tl.constexpr):
     return tl.where(x < FLOOR, FLOOR, x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def merge_kernel(
     outs,
     part_step,
@@ -79,7 +79,8 @@ def merge_kernel(
                 acc += tl.where((x == FLOOR)[:, None], 0.0, weight[:, None] * stored)
             to = (row * HEADS + head.to(tl.int64)) * V_DIM
             tl.store(out + to[:, None] + column[None, :], (acc * share[:, None]).to(out.dtype.element_ty), mask=cells)
-        joined = tl.where(total == 0, float("-inf"), largest + tl.log(total))
-        # the weights of an infinite sum are NaN, but not its logarithm
-        joined = tl.where((largest == float("inf")) & (faulty == 0), largest, joined)
-        tl.store(lse + row * HEADS + head, joined, mask=there)
+        if lse is not None:
+            joined = tl.where(total == 0, float("-inf"), largest + tl.log(total))
+            # the weights of an infinite sum are NaN, but not its logarithm
+            joined = tl.where((largest == float("inf")) & (faulty == 0), largest, joined)
+            tl.store(lse + row * HEADS + head, joined, mask=there)
