@@ -112,7 +112,7 @@ def skip_unless(impl: registry.Impl, call: registry.Call) -> None:
 def skip_where_values_stay_on_the_device(impl: registry.Impl) -> None:
     """Skip the test for a kernel that cannot refuse values, as it would have to wait for them. What it does instead is
     tested where it is at home."""
-    if impl.backend in ("cuda_triton", "ascend_npu"):
+    if impl.backend in ("cuda_triton", "ascend_npu", "ascend_triton"):
         pytest.skip("values stay on the device")
 
 
