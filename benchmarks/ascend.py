@@ -39,6 +39,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "V4, ratio 128": WINDOWED | dict(planes="main+window", ratio=128, format="bf16"),
     "V4.1, ratio 2": WINDOWED | dict(planes="main+window", ratio=2, index_heads=1, selected=512, format="bf16"),
     "V4.1, ratio 1": WINDOWED | dict(planes="main+window", ratio=1, index_heads=1, selected=512, format="bf16"),
+    "V4.1, ratio 1, packed rows": WINDOWED
+    | dict(planes="main+window", ratio=1, index_heads=1, selected=512, format="fp4_v41", win_format="fp8_v41"),
+    "V3.2, fp8, LSE": LATENT | dict(format="fp8_v32", lse=True),
 }
 PHASES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "decode": ((4000, 2000, 300, 9), (1, 1, 1, 1)),
@@ -62,6 +65,8 @@ def calls(heads: int) -> Iterator[Call]:
     slots = torch.randperm(512)[:100]
     rows_given = (torch.randn(100, 1, 576).bfloat16(), torch.zeros(4, 128, 1, 576).bfloat16(), slots)
     yield "store V3.2", sparse_attn.store, rows_given, {}
+    packed = (torch.randn(100, 1, 512).bfloat16(), torch.zeros(4, 128, 1, 288, dtype=torch.uint8), slots)
+    yield "store V4.1, packed rows", sparse_attn.store, packed, {"format": "fp4_v41"}
 
 
 def expected(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -108,7 +113,7 @@ def measure(call: Call, rounds: int) -> dict[str, Any]:
         elif function is sparse_attn.select:
             got = [result.counts.cpu(), result.indices.cpu()]
         else:
-            got = [result.cpu()]
+            got = [result[0].cpu() if kwargs["return_lse"] else result.cpu()]
         found = compare(function, got, expected(function, given, kwargs))
         samples = []
         for _ in range(rounds):
@@ -129,7 +134,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--heads", type=int, default=64, help="query heads")
     options = parser.parse_args()
-    kernels = [impl for op in ("attend", "select", "store") for impl in registry.implementations(op)]
+    kernels = registry.implementations()
     states = {f"{i.op}: {i.variant}": registry.availability(i) for i in kernels if i.backend == "ascend_npu"}
     report: dict[str, Any] = {"doctor": doctor.collect(), "kernels": states, "calls": {}}
     report["device"] = torch.npu.get_device_name(0) if hasattr(torch, "npu") else "none"
