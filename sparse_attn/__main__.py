@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     name = argv[0] if argv else ""
     if name in NEED_TORCH and not find_spec("torch"):
         print(f"{name} needs torch 2.9 or newer, which is not installed: pip install torch", file=sys.stderr)
-        return 1
+        return 2
     if name in COMMANDS:
         # each command reads its own options, so its module is imported only when it is asked for
         module, function, _ = COMMANDS[name]

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
                 json.dump(fit.cost.to_dict(), file)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     found: dict[str, Any] = asdict(fit)
     try:
         found["knee"] = asdict(knee(calibration.throughputs(rows)))
@@ -99,7 +99,7 @@ def main_crossover(argv: list[str]) -> int:
         found = crossover.crossovers(crossover.read(options.file), options.k)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     if options.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
         return 0

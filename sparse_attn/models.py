@@ -229,8 +229,9 @@ class Model:
     def _sizes(self, formats: Mapping[str, str] | None) -> list[tuple[Plane, int]]:
         """Every plane, with the bytes of an entry."""
         chosen = formats or {}
-        if not chosen.keys() <= BF16.keys():
-            raise ValueError(f"formats: expected keys among {', '.join(BF16)}, got {', '.join(chosen)}")
+        if not isinstance(chosen, Mapping) or not chosen.keys() <= BF16.keys():
+            got = ", ".join(map(str, chosen)) if isinstance(chosen, Mapping) else repr(chosen)
+            raise ValueError(f"formats: expected names by {' or '.join(BF16)}, got {got}")
         planes = (plane for layer in self.layers for plane in layer.planes)
         return [(plane, plane.entry_bytes(chosen.get(plane.kind, ""))) for plane in planes]
 
@@ -410,7 +411,7 @@ def sparse(model: Model, method: Method, k: int, share: Fraction | None = None) 
     planes = sorted({plane.kind for layer in model.layers for plane in layer.planes})
     if planes != ["main"]:
         raise ValueError(f"{model.name}: expected a dense model, with main planes alone, got {', '.join(planes)}")
-    if k < 1:
+    if not isinstance(k, int) or k < 1:
         raise ValueError(f"{model.name}: k: expected at least 1 index, got {k}")
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"{model.name}: share: expected above 0 and at most 1, got {share}")

@@ -116,7 +116,7 @@ def test_without_torch_a_command_that_needs_it_is_one_sentence(command):
         f"import sys; sys.modules['torch'] = None; from sparse_attn.__main__ import main; sys.exit(main(['{command}']))"
     )
     done = run("-c", code)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == f"{command} needs torch 2.9 or newer, which is not installed: pip install torch\n"
 
 

@@ -118,9 +118,9 @@ def test_the_crossover_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["crossover", path, "--k", "1024", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["length"] == [512, 2048]
     for wrong in ({"length": 1}, {**vars(timings({9: 1.0})[0]), "path": "both"}):
-        assert main(["crossover", lines(tmp_path / "wrong.jsonl", [wrong]), "--k", "1"]) == 1
+        assert main(["crossover", lines(tmp_path / "wrong.jsonl", [wrong]), "--k", "1"]) == 2
         assert "line 1: expected length, batch, ratio" in capsys.readouterr().err
-    assert main(["crossover", lines(tmp_path / "none.jsonl", []), "--k", "1"]) == 1
+    assert main(["crossover", lines(tmp_path / "none.jsonl", []), "--k", "1"]) == 2
     assert "of the same length, batch and ratio, got none" in capsys.readouterr().err
 
 
@@ -143,6 +143,6 @@ def test_the_calibrate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert saved.device == "here" and saved.step == pytest.approx(TRUE.step, rel=0.05)
     assert main(["calibrate", path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cost"] == {**saved.to_dict(), "device": ""}
-    assert main(["calibrate", lines(tmp_path / "few.jsonl", steps[:3])]) == 1
+    assert main(["calibrate", lines(tmp_path / "few.jsonl", steps[:3])]) == 2
     assert "expected at least 12, got 3" in capsys.readouterr().err
-    assert main(["calibrate", str(tmp_path / "missing.jsonl")]) == 1
+    assert main(["calibrate", str(tmp_path / "missing.jsonl")]) == 2

@@ -321,6 +321,7 @@ def test_formats() -> None:
         (lambda: Counter("qwen3-8b")([(3, 3)]), "lengths: expected 0 <= before < after, got 3 before and 3 after"),
         (lambda: Counter("qwen3-8b", {"main": "fp8"}), "got 'fp8'"),
         (lambda: Stats("qwen3-8b").step({"a": (-1, 4)}), "got -1 before"),
+        (lambda: Stats("qwen3-8b").step({"a": 5}), "request 'a': expected its tokens before and after, got 5"),
     ],
 )
 def test_refusals(call, message: str) -> None:

@@ -572,8 +572,11 @@ class Stats:
         """Count a step: for each request, its tokens before and after."""
         prefill: list[Span] = []
         decode: list[Span] = []
-        for span in batch.values():
-            (decode if self._decodes(span) else prefill).append(span)
+        for request, span in batch.items():
+            try:
+                (decode if self._decodes(span) else prefill).append(span)
+            except TypeError:
+                raise ValueError(f"request {request!r}: expected its tokens before and after, got {span!r}") from None
         found = StepStats(self._count(prefill), self._count(decode))
         for request, span in batch.items():
             self._note(request, span)
