@@ -51,6 +51,20 @@ def test_a_profile_of_another_machine_counts_for_nothing(profile: str, caplog: p
     assert "got one of 'cpu, deepseek_v32, auto': admission goes by memory alone" in caplog.text
 
 
+def test_measured_steps_correct_the_rule(profile: str) -> None:
+    rule = admission(dict(mode="enforce", budget=2e-3, profile=profile, late=0.01), PRESETS["llama-3.1-8b"], DEVICE)
+    gate, works = Gate(rule, None), [Work.decode(100)]
+    before = rule.compute(works)
+    assert before is not None
+    assert rule.chunk([], 0, 5000, 4000) == 4000  # no step was late yet
+    gate.observe(works, 0.0)
+    gate.observe([], 1.0)
+    assert rule.compute(works) == before
+    gate.observe(works, 1.0)
+    assert rule.compute(works) > before
+    assert rule.chunk([], 0, 5000, 4000) < 4000
+
+
 def test_a_decision_is_exported_when_it_changes(profile: str) -> None:
     prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     registry = prometheus_client.CollectorRegistry()

