@@ -30,12 +30,13 @@ BUILD_REQUIRES := "setuptools>=77" "cmake>=3.24" "ninja" "pybind11>=2.12"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-ascend test-ascend-triton test-engines lint format bench clean
+.PHONY: help demo test test-slow test-serving test-ascend test-ascend-triton test-engines lint format bench clean
 
 help:
 	@echo "make demo          run a language model on sparse attention, and write a report"
 	@echo "make test          style, types and the fast tests"
 	@echo "make test-slow     the slow tests and the packaging tests"
+	@echo "make test-serving  the rules of serving, the engine and its endpoint, slow tests included"
 	@echo "make test-ascend   ascend_npu against an emulator of CANN's operators"
 	@echo "make test-ascend-triton  kernels of ascend_triton, as triton-ascend lowers them, on the CPU"
 	@echo "make test-engines  the tests on vLLM, in an environment of its own that takes gigabytes"
@@ -53,6 +54,10 @@ test: lint
 
 test-slow: $(STAMPS)/test
 	$(BIN)/python -m pytest -q -m "slow or packaging" $(ARGS)
+
+SERVING = $(addprefix tests/test_,$(addsuffix .py,scheduler engine serve serving_suite manager admission cost calibration serving_page))
+test-serving: $(STAMPS)/test
+	$(BIN)/python -m pytest -q -m "slow or not slow" $(SERVING) $(ARGS)
 
 # In a process of its own: it installs a device, whose C++ file takes a minute to compile the first time.
 test-ascend: $(STAMPS)/test

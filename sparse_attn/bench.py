@@ -6,6 +6,7 @@ import argparse
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 SUITES = {"serving": "admission by memory and compute against a static limit, on a real model: docs/serving.md"}
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -26,6 +27,14 @@ def main(argv: list[str]) -> int:
     if not FOLDER.is_dir():
         print("bench: expected a checkout with the folder benchmarks, got an installed package", file=sys.stderr)
         return 2
-    sys.path.insert(0, str(FOLDER))
-    code: int = import_module(options.suite).main(rest)
+    code: int = load(options.suite).main(rest)
     return code
+
+
+def load(suite: str) -> Any:
+    """The module of a suite. Its folder stands in front while it is imported, as its files import each other."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return import_module(suite)
+    finally:
+        sys.path.remove(str(FOLDER))

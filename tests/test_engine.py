@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from serving import PAGE, engine, finish, nothing_leaked, prompt, submit, tiny_model
+from tiny_engine import PAGE, engine, finish, nothing_leaked, prompt, submit, tiny_model
 
 from sparse_attn.serving import runner
 from sparse_attn.serving.admission import Admission, Limits

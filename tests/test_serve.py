@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import VOCABULARY, engine, nothing_leaked, prompt, tiny_model
 from test_engine import alone
+from tiny_engine import VOCABULARY, engine, nothing_leaked, prompt, tiny_model
 
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")

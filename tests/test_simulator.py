@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from serving import PAGE, engine, prompt
+from tiny_engine import PAGE, engine, prompt
 
 from sparse_attn.serving.admission import Admission, Limits
 from sparse_attn.serving.cost import Predictor, StepCost, Work
