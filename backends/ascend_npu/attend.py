@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .memory import Plane
+from .memory import PLAIN, Plane
 from .rows import Rows, place, ranges, rows_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ WORKSPACE = 1 << 28
 """Bytes of keys in float32 at a time."""
 COLUMNS = 512
 """Entries of a row at a time."""
-PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
@@ -34,7 +33,7 @@ def attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
         return
     rows = rows_of(len(a.q), a.cu_seqlens_q, a.seq_lens)
     planes = [plane for plane in (window(a, rows), main(a, rows)) if plane is not None]
-    groups = max((max(plane.keys.heads, plane.lists) for plane in planes), default=1)
+    groups = max(max(plane.keys.heads, plane.lists) for plane in planes)
     most = max(WORKSPACE // (groups * COLUMNS * a.q.shape[2] * 4), 1)
     for first in range(0, len(a.q), most):
         part = slice(first, first + most)
@@ -110,7 +109,7 @@ class Attended:
 
 def main(a: Attend, rows: Rows) -> Attended | None:
     """What rows attend in the main plane."""
-    if a.kv is None or not a.kv.shape[0]:
+    if a.kv is None:
         return None
     assert a.page_table is not None
     keys = Plane(a.kv, a.format, a.kv_scale, a.page_size)
@@ -135,7 +134,7 @@ def main(a: Attend, rows: Rows) -> Attended | None:
 
 def window(a: Attend, rows: Rows) -> Attended | None:
     """What rows attend in the window plane."""
-    if a.win is None or not a.win.shape[0]:
+    if a.win is None:
         return None
     assert a.win_page_table is not None
     keys = Plane(a.win, a.win_format, None, a.win_page_size)

@@ -21,6 +21,8 @@ from . import codecs
 
 MOST_ELEMENTS = (1 << 31) - 1
 """Of memory that one operation is given: some of an A3's multiplied addresses in 32 bits."""
+PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The formats of rows of plain numbers."""
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -144,7 +146,10 @@ class Plane:
         return parts
 
     def rows(self, page: Tensor, offset: Tensor, head: Tensor) -> Tensor:
-        """Entries as float32 ``[..., D]``."""
+        """Entries as float32 ``[..., D]``; zeros of a plane without pages."""
+        if not self.pages:
+            places = torch.broadcast_shapes(page.shape, offset.shape, head.shape)
+            return torch.zeros(*places, self.row_dim, device=page.device)
         return codecs.decode(self.format.codec, self.read(page, offset, head))
 
     def write(self, page: Tensor, offset: Tensor, head: Tensor, parts: dict[str, Tensor], kept: Tensor) -> None:

@@ -34,7 +34,7 @@ def select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, ca
     plane = Plane(a.keys, a.format, a.key_scale, a.page_size)
     width = a.page_table.shape[1] * plane.page_size if a.kv_range is not None else a.max_seq_len // a.ratio
     width += a.tail != "none"  # what no entry covers yet is a unit too
-    if not counts.numel() or len(a.seq_lens) == 0 or not plane.pages or not width:
+    if not counts.numel() or len(a.seq_lens) == 0 or not width:
         return
     width = -(-width // COLUMNS) * COLUMNS
     rows = rows_of(len(a.q), a.cu_seqlens_q, a.seq_lens)

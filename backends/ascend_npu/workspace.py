@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import sparse_flash, sparse_mla
-from .memory import Plane
+from .memory import PLAIN, Plane
 from .rows import pack, place, ranges, rows_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def latent(a: Attend, out: Tensor, lse: Tensor | None) -> None:
     rows = rows_of(len(a.q), a.cu_seqlens_q, a.seq_lens)
     low, high = ranges(a.kv_range, rows.tokens if a.causal else rows.length, rows)
     plane = Plane(a.kv, a.format, a.kv_scale, a.page_size)
-    rope = None if a.kv_rope is None else Plane(a.kv_rope, "bf16")
+    rope = None if a.kv_rope is None else Plane(a.kv_rope, PLAIN[a.kv_rope.dtype])
     pages = -(-a.indices.shape[2] // PAGE)
     width = pages * PAGE
     for part in parts(len(a.q), width * a.q.shape[2]):

@@ -89,6 +89,23 @@ def test_overlaid_pools_of_bf16_rows(whole_family) -> None:
         assert "rows gathered first" in registry.choose(far, "ascend_npu").variant
 
 
+def test_a_plane_without_pages(whole_family) -> None:
+    leading, kwargs = cases.attend(**(WINDOWED | FORMS["ratio 1"] | dict(format="fp4_v41", win_format="fp8_v41")))
+    empty = kwargs | {name: kwargs[name][:0] for name in ("kv", "win")}
+    nobody = (*leading[:2], torch.zeros_like(leading[2]), *leading[3:])
+    for lse in (False, True):
+        for given, missing in ((leading, True), (nobody, False)):
+            call = {name: npu.on_npu(value) for name, value in empty.items()} | dict(return_lse=lse)
+            out = torch.ops.sparse_attn.attend(*map(npu.on_npu, given), **call, backend="ascend_npu")[0].cpu()
+            assert (out[:3].isnan() if missing else out[:3] == 0).all()
+
+
+def test_a_rope_part_of_another_type(whole_family) -> None:
+    leading, kwargs = cases.attend(**(LATENT | dict(format="bf16", rope_dim=64, select_block=1)))
+    kwargs |= dict(kv_rope=kwargs["kv_rope"].float(), kv=torch.cat([kwargs["kv"]] * 2, -1)[..., :512])
+    runs(emulator.SFA, leading, kwargs)
+
+
 @pytest.mark.parametrize("name", ["win_page_table", "page_table"])
 def test_a_page_that_does_not_exist_is_seen(whole_family, name: str) -> None:
     leading, kwargs = cases.attend(**(WINDOWED | FORMS["ratio 1"] | dict(format="fp4_v41", win_format="fp8_v41")))
