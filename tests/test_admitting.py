@@ -76,7 +76,7 @@ def test_a_decision_is_exported_when_it_changes(profile: str) -> None:
     found = {
         (had["verdict"], had["reason"]): v
         for n, had, v in parse(prometheus_client.generate_latest(registry).decode())
-        if n == "sparse_attn_admission_decisions_total"
+        if n == "sparse_attn_admission_verdicts_total"
     }
     assert found == {("hold", "compute"): 1, ("admit", "idle"): 1}
 

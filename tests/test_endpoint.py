@@ -61,6 +61,7 @@ def test_streams_that_never_run_together_give_nothing() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
+    gauge = 'vllm:num_requests_running{engine="0"}'
     running, coalesced, seen = 0, False, []  # type: ignore[var-annotated]
 
     def log_message(self, *args: Any) -> None:
@@ -72,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_GET(self) -> None:
-        metrics = f'vllm:num_requests_running{{engine="0"}} {self.running}\n'
+        metrics = f"{self.gauge} {self.running}\n"
         self._send(metrics if self.path == "/metrics" else json.dumps({"data": [{"id": "served"}]}))
 
     def do_POST(self) -> None:
@@ -89,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Handler.running, Handler.coalesced, Handler.seen = 0, False, []
+    Handler.seen = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -101,7 +102,7 @@ def test_what_is_asked_of_a_service(url: str) -> None:
     assert sorted(len(body["prompt"]) for body in Handler.seen) == [5] * 4 + [9] * 4
     assert len({tuple(body["prompt"]) for body in Handler.seen}) == 8  # no prefix is found again
     for body in Handler.seen:
-        assert (body["model"], body["max_tokens"], body["stream"], body["ignore_eos"]) == ("served", 12, True, True)
+        assert (body["model"], body["max_tokens"], body["stream"]) == ("served", 12, True)
     assert len(Endpoint(url, "other").stream([1, 2, 3], 7).times) == 7
 
 
@@ -109,13 +110,16 @@ def test_what_is_asked_of_a_service(url: str) -> None:
     ("change", "length", "said"),
     [
         (dict(running=2), 5, "expected an idle service, got 2 requests that run"),
+        (dict(running=1, gauge='sparse_attn_requests{state="running"}'), 5, "got 1 requests that run"),
         (dict(coalesced=True), 5, "expected each token in an event, got 12 tokens in 6 events"),
         ({}, 200, "expected a completion of token numbers, got 400"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(url: str, change: dict[str, Any], length: int, said: str) -> None:
+def test_what_cannot_be_timed_is_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], length: int, said: str
+) -> None:
     for name, value in change.items():
-        setattr(Handler, name, value)
+        monkeypatch.setattr(Handler, name, value)
     with pytest.raises(ValueError, match=said):
         list(measure(Endpoint(url), MODEL, [length], [1], 12))
 
@@ -123,9 +127,9 @@ def test_what_cannot_be_timed_is_refused(url: str, change: dict[str, Any], lengt
 def test_the_command(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.jsonl"
     asked = [str(file), "--endpoint", url, "--lengths", "5,9", "--sequences", "1,2", "--tokens", "12"]
-    assert main(asked) == 1
+    assert main(asked) == 2
     assert "expected --model with it" in capsys.readouterr().err
     main([*asked, "--model", "deepseek-v3.2"])  # a service that takes no time has no coefficients
     assert len(file.read_text().splitlines()) == len(calibration.read(file)) > 4
-    assert main([*asked, "--model", "deepseek-v3.2"]) == 1
+    assert main([*asked, "--model", "deepseek-v3.2"]) == 2
     assert "File exists" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from sparse_attn.serving.exposition import parse
 from sparse_attn.serving.metrics import COMMON, MARGIN, METRICS, PLANES, Exporter, crossover
 from sparse_attn.serving.observer import Observer
 from sparse_attn.serving.records import Records
+from sparse_attn.serving.service import ServiceMetrics
 from sparse_attn.serving.stats import Counter, Stats, StepStats
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
@@ -321,3 +322,10 @@ def test_an_observer_counts_what_its_engine_runs() -> None:
     assert "a" not in observer
     with pytest.raises(KeyError, match="request 'a'"):
         observer.finish("a")
+
+
+def test_the_metrics_of_a_service_have_names_of_their_own() -> None:
+    """``serve`` exports both from one registry, which takes each name once."""
+    registry = prometheus_client.CollectorRegistry()
+    Exporter("m", registry=registry)
+    ServiceMetrics(registry)

@@ -89,11 +89,11 @@ def _panels(model: Model | None, context: int) -> list[dict[str, Any]]:
         ),
         _panel(
             "timeseries",
-            "Admission: decisions a second",
+            "Admission: verdicts a second",
             "short",
             {
                 rate(
-                    "sparse_attn_admission_decisions_total", "mode, verdict, reason"
+                    "sparse_attn_admission_verdicts_total", "mode, verdict, reason"
                 ): "{{verdict}}: {{reason}} ({{mode}})"
             },
         ),

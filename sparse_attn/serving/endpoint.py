@@ -19,10 +19,9 @@ from urllib.request import Request, urlopen
 
 from ..models import Model
 from . import exposition
+from .diagnosis import RUNNING
 from .stats import Span, Stats, StepStats
 
-RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
-"""Gauges of engines that say how many requests run."""
 PARTS = 4
 """Steps that are taken of a load: means over parts of it, one after the other."""
 SECONDS = 600
@@ -51,20 +50,21 @@ class Endpoint:
     def check_idle(self) -> None:
         """Raises ValueError if others' requests run, as far as ``/metrics`` says."""
         samples = exposition.read(f"{self.url}/metrics")
-        running = sum(sample.value for sample in samples if sample.name in RUNNING)
+        own = ("sparse_attn_requests", "running")
+        running = sum(s.value for s in samples if s.name in RUNNING or (s.name, s.labels.get("state")) == own)
         if running:
             raise ValueError(
                 f"{self.url}: expected an idle service, got {running:g} requests that run; try again later"
             )
 
     def stream(self, prompt: Sequence[int], tokens: int) -> Stream:
-        """Complete a prompt by so many tokens.
+        """Complete a prompt by so many tokens; it may end before.
 
         Raises:
             ValueError: the service refuses, or sends several tokens at once, so that steps cannot be told apart.
         """
-        body = dict(model=self.model, prompt=list(prompt), max_tokens=tokens, temperature=0, ignore_eos=True)
-        body |= dict(stream=True, stream_options=dict(include_usage=True))
+        body = dict(model=self.model, prompt=list(prompt), max_tokens=tokens, temperature=0, stream=True)
+        body |= dict(stream_options=dict(include_usage=True))
         headers = {"Content-Type": "application/json"}
         request = Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
         times, generated = [], None

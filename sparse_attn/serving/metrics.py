@@ -90,9 +90,9 @@ METRICS = {
             ("path", "reason"),
         ),
         Metric(
-            "sparse_attn_admission_decisions_total",
+            "sparse_attn_admission_verdicts_total",
             "counter",
-            "Requests that the admission rule decided on, once for each change of its decision.",
+            "Requests that the admission rule decided on, once for each change of its verdict.",
             ("mode", "verdict", "reason"),
         ),
         Metric("sparse_attn_admission_memory_ratio", "gauge", "Pages in use with the request last decided on, of all."),
@@ -212,7 +212,7 @@ class Exporter:
 
     def decision(self, decision: Decision, mode: str) -> None:
         """Add a decision of the admission rule."""
-        self._add("sparse_attn_admission_decisions_total", 1, mode, decision.verdict, decision.reason)
+        self._add("sparse_attn_admission_verdicts_total", 1, mode, decision.verdict, decision.reason)
         self._child("sparse_attn_admission_memory_ratio").set(decision.memory)
         if decision.compute is not None:
             self._child("sparse_attn_admission_compute_ratio").set(decision.compute)

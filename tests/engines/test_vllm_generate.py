@@ -106,6 +106,6 @@ def test_admission_with_vllms_own_kernels(folders: Any, tmp_path: Path, mode: st
     options = dict(scheduler_cls=SCHEDULER, additional_config=dict(sparse_attn=dict(admission=asked)))
     found, _ = generate(folder, options)
     assert found["tokens"] == expected
-    held = value(found["metrics"], "sparse_attn_admission_decisions_total", mode=mode, verdict="hold")
+    held = value(found["metrics"], "sparse_attn_admission_verdicts_total", mode=mode, verdict="hold")
     assert (held > 0) == (mode != "off")
     assert (found["most_running"] == 1) == (mode == "enforce")
