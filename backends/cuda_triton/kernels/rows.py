@@ -40,7 +40,8 @@ def load_kernel(
     head = tl.program_id(1).to(tl.int64)
     slot, inside, page, offset = located(slots, n, count, page_size.to(tl.int64), pages)
     past = (tl.load(slots + n, mask=n < count, other=-1) >= 0) & (inside == 0)
-    for start in tl.static_range(0, CODES.dim, WIDTH):
+    DIM: tl.constexpr = CODES.dim
+    for start in tl.static_range(0, DIM, WIDTH):
         rows = row_tile(values, rope, scales, page, offset, head, inside, CODES, start, WIDTH, HARDWARE_FP8, tl.float32)
         rows = tl.where(past[:, None], float("nan"), rows).to(out.dtype.element_ty)
         column = start + tl.arange(0, WIDTH)
