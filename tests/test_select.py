@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import skip_where_values_stay_on_the_device
+from cases import skip_unless, skip_where_values_stay_on_the_device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from selections import Batch, mistakes
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import sparse_attn
 from sparse_attn import Selected, env
-from sparse_attn.ops.select import Select
+from sparse_attn.ops.select import Select, facts
 from sparse_attn.registry import Impl
 
 NAN, INF = float("nan"), float("inf")
@@ -23,6 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def run(impl: Impl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Selected:
+    skip_unless(impl, facts(Select(*args, **kwargs)))
     return sparse_attn.select(*args, **kwargs, backend=impl.backend)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from sparse_attn.layout import PLAIN_FORMATS
 from sparse_attn.registry import Between, Impl, Limit, OneOf
 
-from . import attend, merge, soc
+from . import attend, compress, convert, load, merge, select, soc, store
 
 
 def _impl(
@@ -31,6 +32,17 @@ def _impl(
     )
 
 
+_SCALED_ROWS = (
+    "int8",
+    "int8_index_h",
+    "int4_index_h",
+    "fp8_index",
+    "fp8_index_planar",
+    "int8_index",
+    "int8_index_planar",
+)
+_WIDEST_PIECE = Between(1, 2048)  # what shares a scale is never cut
+
 IMPLS = (
     _impl(
         attend.attend,
@@ -38,5 +50,29 @@ IMPLS = (
         # Standard normal inputs. Products of bfloat16 queries round keys, values and weights to bfloat16.
         tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
     ),
+    _impl(
+        compress.compress,
+        limits={"dim": Between(1, 512)},
+        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
+    ),
+    _impl(convert.convert, limits={"dim": _WIDEST_PIECE}),
+    _impl(load.load, limits={"dim": _WIDEST_PIECE}),
     _impl(merge.merge, tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)}),
+    _impl(
+        select.select,
+        limits={
+            "format": OneOf((*PLAIN_FORMATS, *_SCALED_ROWS)),
+            "dim": Between(1, 256),
+            "bounds": OneOf((False,)),
+            "score": OneOf(("relu_sum", "dot", "max")),
+            "pool": OneOf(("none", "max", "sum")),
+            "block": Between(1, 4096),
+            "strides": Between(1, 64),
+            "candidate_block": Between(1, 4096),
+            "order": OneOf(("any", "index")),
+        },
+        # a score is a sum in float32
+        tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (4e-6, 4e-6)),
+    ),
+    _impl(store.store, limits={"dim": _WIDEST_PIECE}),
 )

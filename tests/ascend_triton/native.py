@@ -51,6 +51,7 @@ def build(text: str) -> Any:
     source = re.sub(r"\{tt\.tensor_kind = \d+ : i32(?:, [^}]*)?\}", "", source)
     # notes of dialects that MLIR does not know
     source = source.replace("{hivm.unlikely_condition}", "").replace("{ExtractedLoadOrStore}", "")
+    source = re.sub(r"\n *annotation\.mark .*", "", source)
     library = CACHE / f"{digest(source, *PASSES, RUNTIME.read_text())}.so"
     if not library.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

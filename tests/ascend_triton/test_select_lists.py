@@ -1,0 +1,45 @@
+"""What `select` of `ascend_triton` does where it cannot refuse, and how it cuts rows and breaks ties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from selections import Batch
+
+import sparse_attn
+
+
+@pytest.mark.parametrize("page", [2, 64])  # pages of fewer entries than a tile, and of a whole one
+def test_entries_of_pages_that_the_plane_lacks_are_never_selected(page: int) -> None:
+    batch = Batch(dict(k=5, score="dot"), 64, 1, False, [150], [1], page=page)
+    (*leading, table, k, scale, new, longest), keywords = batch.arguments()
+    table = table.clone()
+    table[0, 1] = 1 << 30
+    selected = sparse_attn.select(*leading, table, k, scale, new, longest, **keywords, backend="ascend_triton")
+    scores = batch.expected(0, 0, scored=True).scores
+    there = [e for e in scores if not page <= e < 2 * page]
+    best = sorted(there, key=lambda e: (-scores[e], e))[:5]
+    assert sorted(selected.indices[0, 0].tolist()) == sorted(best)
+
+
+def test_rows_are_taken_in_chunks(monkeypatch) -> None:
+    from sparse_attn.backends.ascend_triton import select as host
+
+    options = dict(k=6, block=3, pool="max", keep_last=1, return_values=True)
+    args, keywords = Batch(options, 4, 2, True, [29, 0, 40], [3, 0, 4], page=3).arguments()
+    whole = sparse_attn.select(*args, **keywords, backend="ascend_triton")
+    monkeypatch.setattr(host, "SCORE_BYTES", 2 * 4 * 40)  # two rows at a time
+    cut = sparse_attn.select(*args, **keywords, backend="ascend_triton")
+    assert all(torch.equal(x, y) for x, y in zip(whole[:3], cut[:3], strict=True))
+
+
+@pytest.mark.parametrize("k", [5, 4500])
+def test_more_equal_scores_than_any_buffer_holds_go_to_the_lowest_index(k: int) -> None:
+    n = 9000
+    keys = (torch.arange(n) % 2).float().view(n, 1, 1, 1)
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([n], dtype=torch.int32)
+    args = (torch.ones(1, 1, 1), None, starts, lens, keys, torch.arange(n, dtype=torch.int32)[None], k, 1.0, 1, n)
+    selected = sparse_attn.select(*args, format="fp32", score="dot", backend="ascend_triton", return_values=True)
+    expected = sorted([*range(1, n, 2), *range(0, n, 2)][:k])
+    assert selected.indices[0, 0].tolist() == expected
+    assert selected.values[0, 0].tolist() == [float(e % 2) for e in expected]
