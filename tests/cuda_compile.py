@@ -31,11 +31,13 @@ from sparse_attn.backends.cuda_triton import compress as compress_host
 from sparse_attn.backends.cuda_triton import convert as convert_host
 from sparse_attn.backends.cuda_triton import device, rows
 from sparse_attn.backends.cuda_triton import merge as merge_host
+from sparse_attn.backends.cuda_triton import select as select_host
 from sparse_attn.ops.attend import Attend
 from sparse_attn.ops.compress import Compress
 from sparse_attn.ops.convert import Convert
 from sparse_attn.ops.load import Load
 from sparse_attn.ops.merge import Merge
+from sparse_attn.ops.select import Select, outputs
 from sparse_attn.ops.store import Store
 
 PAGE = Path(__file__).parent.parent / "docs" / "cuda.md"
@@ -50,6 +52,12 @@ PRODUCTS = {"tcgen05": "UTCHMMA", "wgmma": "HGMMA", "mma.sync": "HMMA", "fma": "
 """Words for matrix products, and the instructions that they become."""
 
 PROCESSORS = 132
+
+SHOWN = ("attend_kernel", "score_kernel")
+"""Kernels that the page shows for each architecture."""
+
+MULTIPLY = (*SHOWN, "sum_kernel")
+"""Kernels that multiply matrices."""
 
 _ONE_ROW: dict[str, Any] = dict(dtype="bfloat16", lengths=(2500,), rows=(1,), padding=0, page_size=64, win_page_size=64)
 _V32 = dict(_ONE_ROW, kv_heads=1, qk_dim=576, v_dim=512, index_heads=1, selected=2048)
@@ -74,6 +82,12 @@ ATTENDS: dict[str, dict[str, Any]] = {
 }
 STORED = ("bf16", "int4_index_h", "fp8_v32", "fp8_v4_planar", "fp4_v41")
 COMPRESSED = ("DeepSeek V4, ratio 4", "DeepSeek V4, window", "Qwen4, index keys of pools of 16 tokens")
+_INDEX: dict[str, Any] = dict(heads=64, format="fp8_index_planar", k=2048)
+_V41_INDEX = dict(heads=32, format="fp4_index_planar", k=512, score_dtype="bf16")
+SELECTS: dict[str, dict[str, Any]] = {
+    "V3.2, fp8_index_planar, 64 heads": _INDEX,
+    "V4.1, fp4_index_planar, takes candidates, by score": dict(_V41_INDEX, candidates=2048, order="score"),
+}
 CONVERTED = (("fp8_v4", "fp8_v4_planar"), ("fp8_v32", "int8_v32"), ("bf16", "int8_index_h"))
 
 
@@ -93,7 +107,7 @@ class Compiled(NamedTuple):
     @property
     def ok(self) -> bool:
         """Compiled to what it should be, within what the device has."""
-        computes = self.products != "none" or "attend" not in self.kernel
+        computes = self.products != "none" or self.kernel not in MULTIPLY
         return computes and self.registers > 8 and self.spilled == 0 and self.shared <= SHARED[self.arch]
 
 
@@ -199,6 +213,32 @@ def merge() -> Callable[[], None]:
     return lambda: merge_host.merge(a, torch.empty(64, 16, 512, dtype=torch.bfloat16), torch.empty(64, 16))
 
 
+def select(
+    heads: int,
+    format: str,
+    k: int,
+    key_heads: int = 1,
+    weighted: bool = True,
+    candidates: int = 0,
+    **options: Any,
+) -> Callable[[], None]:
+    """A call over 131072 tokens."""
+    f, page_size, length, rows, dim = layout.FORMATS[format], 64, 131072, 1, 128
+    keys = torch.zeros(f.shape(2, page_size, key_heads, dim), dtype=getattr(torch, f.dtype))
+    if f.scale_dtype:
+        options["key_scale"] = torch.zeros(2, page_size, key_heads, dtype=torch.half)
+    if candidates:
+        options["candidates"] = torch.zeros(rows, 1, candidates, dtype=torch.int32)
+    starts, lengths = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    table = torch.zeros(1, length // page_size, dtype=torch.int32)
+    q, weights = torch.zeros(rows, heads, dim).bfloat16(), torch.zeros(rows, heads).bfloat16()
+    leading = (q, weights if weighted else None, starts, lengths, keys, table, k, 1.0, rows, length)
+    a = Select(*leading, format=format, page_size=page_size, **options)
+    return lambda: select_host.select(
+        a, *(torch.empty(o.shape, dtype=o.dtype) if o.wanted else None for o in outputs(a))
+    )
+
+
 CALLS: dict[str, Callable[[], Callable[[], None]]] = {
     **{name: partial(attend, options) for name, options in ATTENDS.items()},
     **{f"store, {format}": partial(store, format) for format in STORED},
@@ -206,7 +246,17 @@ CALLS: dict[str, Callable[[], Callable[[], None]]] = {
     **{f"convert, {src} to {dst}": partial(convert, src, dst) for src, dst in CONVERTED},
     **{f"compress, {of}": partial(compress, of) for of in COMPRESSED},
     "merge, 4 parts": merge,
+    **{f"select, {name}": partial(select, **options) for name, options in SELECTS.items()},
 }
+
+
+def tile_of(options: dict[str, Any]) -> str:
+    """Query rows, heads of all of them, and entries that a program takes at a time, and how it is compiled."""
+    if "HOW" in options:
+        tile = [options["HOW"].rows * options["HOW"].block_h, options["HOW"].block_n]
+    else:
+        tile = [options[name] for name in ("BLOCK_H", "BLOCK_N") if name in options]
+    return "x".join(map(str, (*tile, options["num_warps"], options.get("num_stages", ""))))
 
 
 def compiled(architectures: list[int], names: list[str]) -> Iterator[Compiled]:
@@ -214,14 +264,12 @@ def compiled(architectures: list[int], names: list[str]) -> Iterator[Compiled]:
         launch = CALLS[name]()
         for arch in architectures:
             for kernel, options, code in kernels_of(arch, launch):
-                tile = [options[n] for n in ("BLOCK_H", "BLOCK_N") if n in options]
-                tile += [options["num_warps"], options.get("num_stages", "")]
                 registers, spilled, sass = disassembled(code.asm["cubin"])
                 yield Compiled(
                     case=name,
                     arch=arch,
                     kernel=kernel,
-                    tile="x".join(map(str, tile)),
+                    tile=tile_of(options),
                     registers=registers,
                     spilled=spilled,
                     shared=code.metadata.shared,
@@ -238,7 +286,7 @@ def tables(found: list[Compiled]) -> Iterator[tuple[str, list[str]]]:
     """Heads of the tables of the page, and their lines."""
     lines = []
     for c in found:
-        if c.kernel == "attend_kernel":
+        if c.kernel in SHOWN:
             cells = (c.case, target(c.arch), c.tile, c.registers, c.spilled, c.shared, c.products)
             lines.append(f"| {' | '.join(map(str, cells))} |")
     yield (
@@ -247,7 +295,7 @@ def tables(found: list[Compiled]) -> Iterator[tuple[str, list[str]]]:
     )
     others: dict[tuple[str, str], list[Compiled]] = {}
     for c in found:
-        if c.kernel != "attend_kernel":
+        if c.kernel not in SHOWN:
             others.setdefault((c.kernel, c.case), []).append(c)
     lines = []
     for (kernel, case), of in others.items():
