@@ -183,7 +183,7 @@ def serve(bench: Bench, scheduler: Scheduler, arrivals: Sequence[Arrival], secon
     return Served(records, steps, scheduler.preemptions, seconds)
 
 
-def solo(bench: Bench, kind: str, times: int = 3) -> tuple[float, float]:
+def solo(bench: Bench, kind: str, times: int = 2) -> tuple[float, float]:
     """Seconds to the first token, and between tokens, of a request alone: medians. The first time is not counted."""
     firsts, gaps = [], []
     for seed in range(times + 1):
@@ -193,7 +193,7 @@ def solo(bench: Bench, kind: str, times: int = 3) -> tuple[float, float]:
     return median(firsts[1:]), median(gaps[1:])
 
 
-def saturated_rate(bench: Bench, longs: float, steps: Steps, most: int = 64) -> float:
+def saturated_rate(bench: Bench, longs: float, steps: Steps, most: int = 48) -> float:
     """Requests a second of an engine that never waits for one, when memory alone bounds it.
 
     It is filled with requests of the mix, ``most`` if the pool holds them; then their decode steps are timed, and the

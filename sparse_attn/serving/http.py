@@ -146,7 +146,7 @@ class Endpoint:
         form = _Form(asked == "messages", self.served.name, request.prompt)
         if body.get("stream"):
             usage = bool(body.get("stream_options", {}).get("include_usage"))
-            return StreamingResponse(self._stream(answer, first, form, usage), media_type="text/event-stream")
+            return _Stream(answer, self._stream(answer, first, form, usage))
         return await self._whole(http, answer, first, form)
 
     # --- What a client asks
@@ -246,8 +246,6 @@ class Endpoint:
                 yield _line(form.usage(count))
         except Refused as error:
             yield _line({"error": {"message": str(error), "type": "overloaded_error"}})
-        finally:
-            answer.close()
         yield "data: [DONE]\n\n"
 
     def _text(self, decode: Callable[[int], str | None], event: Event) -> str:
@@ -258,6 +256,20 @@ class Endpoint:
 
 GONE = 0.5
 """Seconds after which it is looked whether a client that waits is still there."""
+
+
+class _Stream(StreamingResponse):
+    """Ends its request with the connection, even if the client went before the first byte."""
+
+    def __init__(self, answer: Answer, lines: AsyncIterator[str]) -> None:
+        super().__init__(lines, media_type="text/event-stream")
+        self._answer = answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
 
 
 @dataclass(frozen=True)
