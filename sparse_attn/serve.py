@@ -55,9 +55,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--tokens", type=int, default=256, help="tokens of a step at most")
     add("--running", type=int, default=64, help="requests that run at most")
     add("--queue", type=int, default=256, help="requests that wait at most; more are answered by 429")
-    add("--mode", choices=("off", "observe", "enforce"), default="enforce", help="of admission")
+    add(
+        "--mode",
+        choices=("off", "observe", "enforce"),
+        default="observe",
+        help="of admission: observe tells, enforce acts",
+    )
     add("--budget", type=float, default=0.2, help="seconds that a step may take")
-    add("--hold", type=float, default=30.0, help="seconds that a request may wait; later it is answered by 503")
+    add("--hold", type=float, default=30.0, help="seconds a request may wait; then 503, if admission enforces")
     add("--profile", type=Path, metavar="FILE", help="of step times, from calibrate; without, memory alone decides")
     add("--device", default="", metavar="NAME", help="the fingerprint that the profile was calibrated with")
     add("--records", type=Path, metavar="FILE", help="append a line of JSON for each step and request, for calibrate")

@@ -15,6 +15,9 @@ from .scheduler import Event, Plan, Refused, Request, Scheduler
 Listener = Callable[[Event | Refused], None]
 """Told of a request's tokens and of its end, by the thread that runs the steps; it must not block."""
 
+IDLE = 0.01
+"""Seconds until held requests are looked at again when nothing runs."""
+
 
 class Runs(Protocol):
     """What runs a step: ``runner.Runner``, or a simulator."""
@@ -62,7 +65,7 @@ class Engine:
         self.failed: BaseException | None = None
         self._observer, self._watcher = observer, watcher
         self._listeners: dict[Hashable, Listener] = {}
-        self._lock = threading.Lock()  # of the scheduler; not held while a step runs
+        self._lock = threading.RLock()  # of the scheduler; not held while a step runs; listeners may submit and cancel
         self._work = threading.Condition(self._lock)
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -171,7 +174,3 @@ class Engine:
             self._watcher.forget(name)
         if self._observer and name in self._observer:
             self._observer.finish(name)
-
-
-IDLE = 0.01
-"""Seconds until held requests are looked at again when nothing runs."""
