@@ -351,7 +351,9 @@ def native_build() -> Path:
     return build
 
 
-@pytest.mark.parametrize(("program", "rounds"), [("test_kernels", "60"), ("test_compress", "200")])
+@pytest.mark.parametrize(
+    ("program", "rounds"), [("test_kernels", "60"), ("test_compress", "200"), ("test_select", "40")]
+)
 def test_hostile_calls_under_sanitizers(native_build: Path, program: str, rounds: str) -> None:
     result = subprocess.run([native_build / program, rounds], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

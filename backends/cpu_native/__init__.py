@@ -126,19 +126,19 @@ def _refusal(
 
 
 def _store(a: Store) -> None:
-    last = _native().store(a, _CODES[a.rows.dtype], torch.get_num_threads())
+    last = _native().store(a, _CODES[a.rows.dtype], *_machine())
     if last >= 0:
         raise _past("store", "slots", a.paging, last)
 
 
 def _load(a: Load, out: Tensor) -> None:
-    last = _native().load(a, out, _CODES[out.dtype], torch.get_num_threads())
+    last = _native().load(a, out, _CODES[out.dtype], *_machine())
     if last >= 0:
         raise _past("load", "slots", FORMATS[a.format].paging(a.plane.shape, a.page_size), last)
 
 
 def _convert(a: Convert) -> None:
-    past = _native().convert(a, torch.get_num_threads())
+    past = _native().convert(a, *_machine())
     if past is None:
         return
     if past[0]:

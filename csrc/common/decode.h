@@ -39,13 +39,6 @@ inline float read_number(Number type, const void* p, int64_t i) {
   return 0;
 }
 
-// The parts of an entry; those that its codec lacks are not read.
-struct EntryParts {
-  const char* values;
-  const char* rope;
-  const char* scales;
-};
-
 template <Number kElement>
 inline void decode_group(const char* values, int64_t at, int64_t count, float scale, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = read_number(kElement, values, at + i) * scale;

@@ -148,13 +148,6 @@ constexpr int32_t kind(Number element, Number scale, int32_t group) {
   return static_cast<int32_t>(element) | static_cast<int32_t>(scale) << 4 | group << 8;
 }
 
-// Where the parts of an entry go; those that its codec lacks are not written.
-struct PartsToWrite {
-  char* values;
-  char* rope;
-  char* scales;
-};
-
 // Quantises a row of `dim` floats.
 inline void encode_row(const Codec& codec, const float* row, int64_t dim, const PartsToWrite& to) {
   const int64_t count = dim - codec.rope;

@@ -195,23 +195,38 @@ static constexpr bool packed(Format format) { return width(info_of(format).secti
 static constexpr bool planar(Format format) { return width(info_of(format).sections[1]) > 0; }
 
 // Where a part of a packed format's entries lies in a page, in bytes: that of the first entry, and
-// how far the next is. Interleaved planes may give a larger step.
+// how far the next is.
 struct PartPlace {
   int64_t first;
   int64_t step;
 };
 
-static constexpr PartPlace place_of(Format format, Part part, int64_t page_size) {
+// `entry_stride`: how far entries are apart in a plane whose format is not planar.
+static constexpr PartPlace place_of(Format format, Part part, int64_t page_size,
+                                    int64_t entry_stride) {
   int64_t start = 0;
   for (const Section& section : info_of(format).sections) {
     int64_t first = start;
     for (const PartSize& size : section.parts) {
-      if (size.part == part) return {first, width(section)};
+      if (size.part == part) return {first, planar(format) ? width(section) : entry_stride};
       first += size.bytes;
     }
     start += page_size * width(section);
   }
   return {0, 0};
 }
+
+// Where the parts of an entry are read, or written; those that its codec lacks are not touched.
+struct EntryParts {
+  const char* values;
+  const char* rope;
+  const char* scales;
+};
+
+struct PartsToWrite {
+  char* values;
+  char* rope;
+  char* scales;
+};
 
 }  // namespace sparse_attn

@@ -36,17 +36,18 @@ inline float half_to_float(uint16_t x) {
   return float_of(sign | bits_of(float_of(rest) * 0x1p112f));
 }
 
+// No branches, and signed comparisons, so that loops of it become vectors.
 inline uint16_t float_to_half(float x) {
   const uint32_t sign = (bits_of(x) >> 16) & 0x8000;
-  uint32_t rest = bits_of(x) & 0x7fffffffu;
-  if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00);
-  if (rest >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more
-  if (rest < 0x38800000u) {  // below the smallest normal half: the addition rounds to its spacing
-    rest = bits_of(float_of(rest) + 0.5f) - 0x3f000000u;
-  } else {
-    rest = (rest - 0x38000000u + 0xfff + ((rest >> 13) & 1)) >> 13;
-  }
-  return static_cast<uint16_t>(sign | rest);
+  const int32_t rest = static_cast<int32_t>(bits_of(x) & 0x7fffffffu);
+  // Below the smallest normal half: the addition rounds to its spacing.
+  const float sum = float_of(static_cast<uint32_t>(rest)) + 0.5f;
+  const int32_t subnormal = static_cast<int32_t>(bits_of(sum)) - 0x3f000000;
+  const int32_t normal = (rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13;
+  int32_t half = rest < 0x38800000 ? subnormal : normal;
+  half = rest >= 0x477ff000 ? 0x7c00 : half;  // 65520 and more
+  half = rest > 0x7f800000 ? 0x7e00 : half;
+  return static_cast<uint16_t>(sign | static_cast<uint32_t>(half));
 }
 
 inline float e4m3_to_float(uint8_t x) {

@@ -161,11 +161,25 @@ void read_page_table(py::handle tensor, PlaneParams* plane) {
   plane->max_pages = sizes[1];
 }
 
+#define FIELD(name) attribute(call, SPARSE_ATTN_NAME(name))
+
+// Which query rows belong to which sequence, and how long these are.
+template <class Params>
+void read_lengths(py::handle call, Params* p) {
+  int64_t starts;
+  const py::object cu_seqlens_q = FIELD("cu_seqlens_q");
+  TensorView(cu_seqlens_q).sizes(1, &starts);
+  p->batch = starts - 1;
+  p->cu_seqlens_q = TensorView(cu_seqlens_q).data<const int32_t>();
+  p->seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
+  p->max_seqlen_q = integer(FIELD("max_seqlen_q"));
+  p->max_seq_len = integer(FIELD("max_seq_len"));
+}
+
 }  // namespace
 
 AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Format q_format,
                            Format rope_format) {
-#define FIELD(name) attribute(call, SPARSE_ATTN_NAME(name))
   AttendParams p;
   int64_t sizes[4];
 
@@ -181,16 +195,10 @@ AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Form
   p.out = TensorView(out).data<char>();
   p.lse = TensorView(lse).data<float>();
 
-  const py::object starts = FIELD("cu_seqlens_q");
-  TensorView(starts).sizes(1, sizes);
-  p.batch = sizes[0] - 1;
-  p.cu_seqlens_q = TensorView(starts).data<const int32_t>();
-  p.seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
+  read_lengths(call, &p);
   p.sinks = TensorView(FIELD("sinks")).data<const float>();
   p.scale = PyFloat_AsDouble(FIELD("scale").ptr());
   p.v_dim = static_cast<int32_t>(integer(FIELD("v_dim")));
-  p.max_seqlen_q = integer(FIELD("max_seqlen_q"));
-  p.max_seq_len = integer(FIELD("max_seq_len"));
   p.causal = FIELD("causal").ptr() == Py_True;
 
   const py::object kv = FIELD("kv");
@@ -249,11 +257,7 @@ SelectParams select_params(py::handle call, py::handle indices, py::handle count
     weight_view.strides(2, element_bytes(weight_format), p.weight_strides);
     p.weight_format = weight_format;
   }
-  const py::object starts = FIELD("cu_seqlens_q");
-  TensorView(starts).sizes(1, sizes);
-  p.batch = sizes[0] - 1;
-  p.cu_seqlens_q = TensorView(starts).data<const int32_t>();
-  p.seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
+  read_lengths(call, &p);
 
   const py::object keys = FIELD("keys");
   p.key_heads = read_plane(keys, format_named(FIELD("format")), FIELD("key_scale"),
@@ -264,8 +268,6 @@ SelectParams select_params(py::handle call, py::handle indices, py::handle count
 
   p.k = integer(FIELD("k"));
   p.scale = PyFloat_AsDouble(FIELD("scale").ptr());
-  p.max_seqlen_q = integer(FIELD("max_seqlen_q"));
-  p.max_seq_len = integer(FIELD("max_seq_len"));
   p.row_k = TensorView(FIELD("row_k")).data<const int32_t>();
   p.causal = FIELD("causal").ptr() == Py_True;
   p.score = word<Score>(FIELD("score"), kScoreNames);
@@ -366,13 +368,7 @@ CompressParams compress_params(py::handle call, py::handle latent, Format row_fo
   p.rows = token_rows(rows, row_format);
   p.gates = token_rows(FIELD("gates"), gate_format);
 
-  const py::object starts = FIELD("cu_seqlens_q");
-  TensorView(starts).sizes(1, sizes);
-  p.batch = sizes[0] - 1;
-  p.cu_seqlens_q = TensorView(starts).data<const int32_t>();
-  p.seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
-  p.max_seqlen_q = integer(FIELD("max_seqlen_q"));
-  p.max_seq_len = integer(FIELD("max_seq_len"));
+  read_lengths(call, &p);
 
   p.plane = entry_plane(plane, FIELD("scale"), format, FIELD("page_size"), row_dim(plane, format));
   p.page_table = page_table(FIELD("page_table"));

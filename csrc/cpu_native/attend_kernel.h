@@ -14,12 +14,20 @@ namespace {
 // Up to so many lanes, vectors hold keys instead of lanes, which would leave them half empty.
 constexpr int kFewLanes = kWidth / 2;
 
+// Up to so many lanes of a row with an index list use `qk_fours`. Rows without lists cannot: a
+// row's scores would depend on how many rows are processed with it.
+#if defined(__AVX512F__)
+constexpr int kFoursLanes = kWidth;
+#else
+constexpr int kFoursLanes = kWidth / 2;
+#endif
+
 // What attending some entries leaves: for each lane the maximum m of its scores, l = sum 2^(s - m),
 // o = sum 2^(s - m) v.
 struct Partial {
   float* maximum;
   float* sum;
-  float* o;  // [lanes][o_ld]
+  float* o;  // [panels][padded_lanes][kPanel]
 };
 
 // Whether the last elements of keys are multiplied where they lie. Where groups have scales, whole
@@ -33,16 +41,16 @@ struct Shape {
   Shape(const AttendParams& p, int32_t lanes_)
       : lanes(lanes_),
         padded_lanes(round_up(lanes_, kWidth)),
-        o_ld(round_up(p.v_dim, kPanel)),
+        panels((p.v_dim + kPanel - 1) / kPanel),
         rope_dim(rope_is_apart(p.main) ? p.main.rope.dim : 0) {}
 
-  int64_t partial_floats() const { return padded_lanes * (2 + o_ld); }
+  int64_t partial_floats() const { return padded_lanes * (2 + panels * kPanel); }
 
   Partial partial(float* at) const { return {at, at + padded_lanes, at + 2 * padded_lanes}; }
 
   int32_t lanes;
   int64_t padded_lanes;
-  int64_t o_ld;
+  int64_t panels;  // of values
   int32_t rope_dim;
 };
 
@@ -54,12 +62,15 @@ inline void merge_into(const Shape& shape, const Partial& into, const Partial& f
     const Floats f0 = exp2(m0 - m), f1 = exp2(m1 - m);
     store(into.maximum + at, m);
     store(into.sum + at, fma(load(from.sum + at), f1, load(into.sum + at) * f0));
-    for (int i = 0; i < kWidth && at + i < shape.lanes; ++i) {
-      const Floats a = broadcast(f0[i]), b = broadcast(f1[i]);
-      float* to = into.o + (at + i) * shape.o_ld;
-      const float* with = from.o + (at + i) * shape.o_ld;
-      for (int64_t d = 0; d < shape.o_ld; d += kWidth)
-        store(to + d, fma(load(with + d), b, load(to + d) * a));
+    for (int64_t panel = 0; panel < shape.panels; ++panel) {
+      const int64_t first = (panel * shape.padded_lanes + at) * kPanel;
+      for (int i = 0; i < kWidth && at + i < shape.lanes; ++i) {
+        const Floats a = broadcast(f0[i]), b = broadcast(f1[i]);
+        float* to = into.o + first + i * kPanel;
+        const float* with = from.o + first + i * kPanel;
+        for (int d = 0; d < kPanel; d += kWidth)
+          store(to + d, fma(load(with + d), b, load(to + d) * a));
+      }
     }
   }
 }
@@ -69,7 +80,7 @@ inline void clear(const Shape& shape, const Partial& partial) {
     partial.maximum[i] = kNoScore;
     partial.sum[i] = 0;
   }
-  memset(partial.o, 0, static_cast<size_t>(shape.padded_lanes * shape.o_ld) * 4);
+  memset(partial.o, 0, static_cast<size_t>(shape.padded_lanes * shape.panels * kPanel) * 4);
 }
 
 // Writes `count` elements of `x` times `factor` in the format of the output. Adding zero makes
@@ -99,8 +110,11 @@ inline void finish(const AttendParams& p, const Block& block, const Shape& shape
     if (p.lse) p.lse[at] = empty ? -kInfinity : static_cast<float>(maximum + log(sum));
     const double sink = p.sinks ? exp(p.sinks[head] - maximum) : 0;
     const float factor = empty ? 0.0f : static_cast<float>(1 / (sum + sink));
-    write_out(partial.o + lane * shape.o_ld, factor, p.v_dim, p.q_format,
-              p.out + at * p.v_dim * element_bytes(p.q_format));
+    for (int32_t d = 0; d < p.v_dim; d += kPanel) {
+      write_out(partial.o + d * shape.padded_lanes + lane * kPanel, factor,
+                p.v_dim - d < kPanel ? p.v_dim - d : kPanel, p.q_format,
+                p.out + (at * p.v_dim + d) * element_bytes(p.q_format));
+    }
   }
 }
 
@@ -141,7 +155,11 @@ class Attention {
   }
 
   Attention(const AttendParams& p, const Block& block, Carver* carver)
-      : p_(p), block_(block), shape_(p, lanes_of(block)), few_(shape_.lanes <= kFewLanes) {
+      : p_(p),
+        block_(block),
+        shape_(p, lanes_of(block)),
+        fours_((p.main.listed || p.window.listed) && shape_.lanes <= kFoursLanes),
+        few_(fours_ || shape_.lanes <= kFewLanes) {
     const int64_t row = p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim;
     zeros_ = carver->take<char>(4 * row + kBytes);
     for (Tile*& tile : tiles_) tile = carver->take<Tile>(1);
@@ -162,6 +180,7 @@ class Attention {
         carver->take<Element>(rope_is_apart(p.main) && converts(p.main.rope) ? kTile * ld : 0);
     v_buffer_ = carver->take<Element>(converts(p.main.v) ? kTile * ld : 0);
     v_rest_ = carver->take<Element>(kTile * kPanel);
+    kept_ = carver->take<float>(kTile / Mode::kGroup * kPanel);
     buffer_ld_ = ld;
     for (float*& partial : partials_) partial = carver->take<float>(shape_.partial_floats());
   }
@@ -215,7 +234,16 @@ class Attention {
   // Steps of four bytes that elements of a key or query take.
   static int64_t steps(int32_t dim) { return (dim + Mode::kGroup - 1) / Mode::kGroup; }
 
+  // Vectors of lanes of `qk_fours`.
+  int vectors_of_fours() const {
+    return shape_.lanes <= kWidth / 4 ? 1 : shape_.lanes <= kWidth / 2 ? 2 : 4;
+  }
+
   int64_t packed_floats(const KeyParts& parts) const {
+    if (fours_) {
+      const int64_t fours = round_up(steps(parts.dim[0]), 4) + round_up(steps(parts.dim[1]), 4);
+      return vectors_of_fours() * kWidth / 4 * fours;
+    }
     return (few_ ? kFewLanes : shape_.padded_lanes) * (steps(parts.dim[0]) + steps(parts.dim[1]));
   }
 
@@ -224,8 +252,27 @@ class Attention {
                                                 : static_cast<int64_t>(kWidth);
   }
 
+  // Packs the block's queries for `qk_fours`.
+  void pack_fours(const KeyParts& parts, float* q) {
+    memset(q, 0, static_cast<size_t>(packed_floats(parts)) * 4);
+    const int64_t lanes = vectors_of_fours() * kWidth / 4;
+    for (int32_t lane = 0; lane < shape_.lanes; ++lane) {
+      const char* row = query(lane, 0);
+      float* to = q + lane * 4;
+      for (int32_t dim : parts.dim) {
+        for (int32_t i = 0; i < dim; i += 4 * Mode::kGroup) {
+          const int32_t count = dim - i < 4 * Mode::kGroup ? dim - i : 4 * Mode::kGroup;
+          memcpy(to, row + i * kElement, static_cast<size_t>(count * kElement));
+          to += lanes * 4;
+        }
+        row += dim * kElement;
+      }
+    }
+  }
+
   // Packs the block's queries for `qk` (panels of [step][lane]) or `qk_few` ([lane][step]).
   void pack(const KeyParts& parts, float* q) {
+    if (fours_) return pack_fours(parts, q);
     const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
     if (few_) memset(q, 0, static_cast<size_t>(packed_floats(parts)) * 4);
     for (int32_t lane = 0; lane < shape_.padded_lanes; lane += kWidth) {
@@ -297,8 +344,9 @@ class Attention {
   // Steps of the prefetcher in a tile.
   int64_t products(const Tile& tile) const {
     const int64_t rows = tile.last - tile.first;
-    if (few_) return rows / kWidth * (steps(p_.qk_dim) / 4) + 1;
-    const int64_t values = shape_.o_ld / kPanel * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
+    const int64_t values = shape_.panels * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
+    if (fours_) return rows * vectors_of_fours() / (2 * kQkRows) + values + 1;
+    if (few_) return rows / kWidth * (steps(p_.qk_dim) / 4) + values + 1;
     return (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1) + values;
   }
 
@@ -333,6 +381,17 @@ class Attention {
                      const float* q) {
     const int32_t dim = parts.dim[part];
     const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
+    if (fours_) {
+      if (part == 1) q += vectors_of_fours() * kWidth / 4 * round_up(steps(parts.dim[0]), 4);
+      switch (vectors_of_fours()) {
+        case 1:
+          return multiply_fours<1>(tile, rows, dim, q, part == 1);
+        case 2:
+          return multiply_fours<2>(tile, rows, dim, q, part == 1);
+        default:
+          return multiply_fours<kFoursLanes / (kWidth / 4)>(tile, rows, dim, q, part == 1);
+      }
+    }
     if (few_) {
       if (part == 1) q += steps(parts.dim[0]);
       for (int n = tile.first / kWidth * kWidth; n < tile.last; n += kWidth) {
@@ -354,6 +413,16 @@ class Attention {
         }
         lane += width;
       }
+    }
+  }
+
+  template <int kVectors>
+  void multiply_fours(const Tile& tile, const char* const* rows, int32_t dim, const float* q,
+                      bool adds) {
+    constexpr int kRows = 2 * kQkRows / kVectors;
+    for (int n = tile.first / kRows * kRows; n < tile.last; n += kRows) {
+      prefetcher_.step();
+      qk_fours<Mode, kRows, kVectors>(rows + n, dim, q, adds, scores_ + n, kTile);
     }
   }
 
@@ -406,16 +475,16 @@ class Attention {
   void bound_lanes(const Tile& tile) {
     for (int64_t lane = 0; lane < shape_.padded_lanes; ++lane) low_[lane] = high_[lane] = 0;
     for (int32_t r = 0; r < block_.rows; ++r) {
-      const uint64_t bits = seen_by_row(tile, r);
+      const RowBits bits = seen_by_row(tile, r);
       if (!bits) continue;
       for (int32_t lane = r * block_.heads; lane < (r + 1) * block_.heads; ++lane) {
-        low_[lane] = __builtin_ctzll(bits);
-        high_[lane] = 64 - __builtin_clzll(bits);
+        low_[lane] = first_of(bits);
+        high_[lane] = end_of(bits);
       }
     }
   }
 
-  uint64_t seen_by_row(const Tile& tile, int32_t r) const {
+  RowBits seen_by_row(const Tile& tile, int32_t r) const {
     if (tile.plane->listed) return tile.seen;
     const EntryRange range = visible_range(*tile.plane, p_.causal, block_.row + r,
                                            block_.position + r, p_.seq_lens[block_.sequence]);
@@ -430,7 +499,7 @@ class Attention {
     // does not see.
     const char* seen[kTile + kPad];
     for (int32_t r = 0; r < block_.rows; ++r) {
-      const uint64_t bits = seen_by_row(tile, r);
+      const RowBits bits = seen_by_row(tile, r);
       for (int n = 0; n < kTile + kPad; ++n)
         seen[n] = n < kTile && (bits >> n & 1) ? rows[n] : zeros_;
       multiply_values(tile, seen, into, r * block_.heads, (r + 1) * block_.heads);
@@ -439,7 +508,7 @@ class Attention {
 
   // Whether values that some lane does not see are finite.
   bool unseen_are_finite(const Tile& tile, const char* const* rows) const {
-    const uint64_t unsure = tile.seen & ~tile.seen_by_all;
+    const RowBits unsure = tile.seen & ~tile.seen_by_all;
     for (int n = tile.first; n < tile.last; ++n) {
       if ((unsure >> n & 1) && !all_finite(reinterpret_cast<const Element*>(rows[n]), p_.v_dim))
         return false;
@@ -451,7 +520,7 @@ class Attention {
                        int32_t end) {
     const int32_t whole = p_.v_dim / kPanel * kPanel;
     for (int32_t d = 0; d < whole; d += kPanel)
-      multiply_panel(tile, rows, d * kElement, into.o + d, lane, end);
+      multiply_panel(tile, rows, d * kElement, into.o + d * shape_.padded_lanes, lane, end);
     if (whole == p_.v_dim) return;
     const char* rest[kTile + kPad];  // the last elements, filled up with zeros
     for (int n = 0; n < kTile + kPad; ++n) rest[n] = zeros_;
@@ -461,11 +530,16 @@ class Attention {
       memcpy(to, rows[n] + whole * kElement, static_cast<size_t>((p_.v_dim - whole) * kElement));
       rest[n] = reinterpret_cast<const char*>(to);
     }
-    multiply_panel(tile, rest, 0, into.o + whole, lane, end);
+    multiply_panel(tile, rest, 0, into.o + whole * shape_.padded_lanes, lane, end);
   }
 
   void multiply_panel(const Tile& tile, const char* const* rows, int64_t offset, float* o,
                       int32_t lane, int32_t end) {
+    if (Mode::kGroup > 1 && lane + 2 * kPvLanes <= end) {
+      multiply_lanes<kPvLanes, Values::kRowsToKeep>(tile, rows, offset, o, lane);
+      for (lane += kPvLanes; lane + kPvLanes <= end; lane += kPvLanes)
+        multiply_lanes<kPvLanes, Values::kKept>(tile, rows, offset, o, lane);
+    }
     for (; lane + kPvLanes <= end; lane += kPvLanes)
       multiply_lanes<kPvLanes>(tile, rows, offset, o, lane);
     if (kPvLanes > 4 && lane + 4 <= end) {
@@ -482,26 +556,27 @@ class Attention {
     }
   }
 
-  template <int kLanes>
+  template <int kLanes, Values kValues = Values::kRows>
   void multiply_lanes(const Tile& tile, const char* const* rows, int64_t offset, float* o,
                       int32_t lane) {
     const int begin = tile.first / Mode::kGroup,
               end = (tile.last + Mode::kGroup - 1) / Mode::kGroup;
-    float* to = o + lane * shape_.o_ld;
+    float* to = o + lane * kPanel;
+    prefetcher_.step();
     if (few_) {
-      pv<Mode, kLanes, true>(scores_ + lane * kTile, kTile, rows, offset, begin, end, alpha_ + lane,
-                             to, shape_.o_ld);
+      pv<Mode, kLanes, true, kValues>(scores_ + lane * kTile, kTile, rows, offset, begin, end,
+                                      kept_, alpha_ + lane, to);
     } else {
-      prefetcher_.step();
-      pv<Mode, kLanes, false>(scores_ + lane, shape_.padded_lanes, rows, offset, begin, end,
-                              alpha_ + lane, to, shape_.o_ld);
+      pv<Mode, kLanes, false, kValues>(scores_ + lane, shape_.padded_lanes, rows, offset, begin,
+                                       end, kept_, alpha_ + lane, to);
     }
   }
 
   const AttendParams& p_;
   const Block& block_;
   const Shape shape_;
-  const bool few_;
+  const bool fours_;  // scores by `qk_fours`
+  const bool few_;    // scores lie [lane][kTile], else [kTile][lane]
   char* zeros_;
   Tile* tiles_[2];
   float* factors_;
@@ -512,6 +587,7 @@ class Attention {
   KeyParts main_parts_, window_parts_;
   float *q_main_, *q_window_;
   Element *k_buffer_, *rope_buffer_, *v_buffer_, *v_rest_;
+  float* kept_;
   int64_t buffer_ld_;
   float* partials_[2];
   Prefetcher prefetcher_;

@@ -9,7 +9,7 @@
 namespace sparse_attn {
 
 // Most numbers that are added between two calls of `make_room`.
-constexpr int64_t kBestStep = 64;
+constexpr int64_t kBestStep = 128;
 
 // Numbers come in ascending order and stay in it: a buffer that is full is cut down to the `count`
 // best in place, and what does not exceed the last of them is not taken any more.

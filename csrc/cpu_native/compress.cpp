@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "../common/decode.h"
-#include "../common/encode.h"
 #include "compress_entry.h"
 #include "memory.h"
 #include "parallel.h"
@@ -105,7 +103,7 @@ TokenPlace place_of(const CompressParams& p, const Step& step, int64_t b, int64_
 }
 
 void write_entry(const CompressParams& p, const Step& step, int64_t b, int64_t entry,
-                 CompressEntry kernel, TokenPlace* places, float* memory) {
+                 CompressEntry kernel, const RowKernels& rows, TokenPlace* places, float* memory) {
   const int64_t slot = slot_of(p.plane, p.page_table, b, entry);
   const int64_t first = first_token(p, entry), count = (entry + 1) * p.stride - first;
   float* const latent = memory + entry_memory(p);
@@ -113,26 +111,28 @@ void write_entry(const CompressParams& p, const Step& step, int64_t b, int64_t e
   for (int64_t h = 0; h < p.heads; ++h) {
     for (int64_t i = 0; i < count; ++i) places[i] = place_of(p, step, b, first + i, h);
     kernel(p, {entry, count, places}, memory, latent, row);
-    write_row(p.plane, slot, h, row);
+    write_row(rows, p.plane, slot, h, row);
     if (!p.latent) continue;
     const int64_t bytes = p.plane.dim * element_bytes(p.dtype);
     char* to = p.latent + ((step.latent + entry - step.first) * p.heads + h) * bytes;
-    encode_row(codec_of(p.dtype), latent, p.plane.dim, {to, nullptr, nullptr});
+    rows.encode(codec_of(p.dtype), latent, p.plane.dim, {to, nullptr, nullptr});
   }
 }
 
-void read_floats(const TokenRows& rows, int64_t t, int64_t head, int64_t width, float* to) {
-  decode_row(codec_of(rows.format), {row_of(rows, t, head), nullptr, nullptr}, width, to);
+void read_floats(const RowKernels& kernels, const TokenRows& rows, int64_t t, int64_t head,
+                 int64_t width, float* to) {
+  kernels.decode(codec_of(rows.format), {row_of(rows, t, head), nullptr, nullptr}, width, to);
 }
 
-void write_state(const CompressParams& p, const Step& step, int64_t b, float* row) {
+void write_state(const CompressParams& p, const RowKernels& kernels, const Step& step, int64_t b,
+                 float* row) {
   for (int64_t q = std::max(step.before, step.after - p.kept); q < step.after; ++q) {
     const int64_t slot = slot_of(p.state, p.state_page_table, b, q);
     for (int64_t h = 0; h < p.heads; ++h) {
       const int64_t t = step.row + q - step.before;
-      read_floats(p.rows, t, h, p.width, row);
-      if (p.gates.data) read_floats(p.gates, t, h, p.width, row + p.width);
-      write_row(p.state, slot, h, row);
+      read_floats(kernels, p.rows, t, h, p.width, row);
+      if (p.gates.data) read_floats(kernels, p.gates, t, h, p.width, row + p.width);
+      write_row(kernels, p.state, slot, h, row);
     }
   }
 }
@@ -162,6 +162,7 @@ CallStatus compress(const CompressParams& p) {
   const int64_t bytes = (floats * 4 + places + 63) / 64 * 64;
   char* memory = thread_memory(0, bytes * threads);
   const CompressEntry kernel = SPARSE_ATTN_KERNELS_FOR(p.isa, Compress);
+  const RowKernels& rows = SPARSE_ATTN_KERNELS_FOR(p.isa, RowKernels);
   const int64_t task_entries = std::max<int64_t>(1, 64 / p.span);
   parallel_for(
       (entries + task_entries - 1) / task_entries, threads, [&](int64_t task, int32_t worker) {
@@ -173,14 +174,14 @@ CallStatus compress(const CompressParams& p) {
           while (next != steps.end() && next->latent <= e) ++next;
           const Step& step = *(next - 1);
           write_entry(p, step, (next - 1) - steps.begin(), step.first + e - step.latent, kernel,
-                      reinterpret_cast<TokenPlace*>(own + floats * 4),
+                      rows, reinterpret_cast<TokenPlace*>(own + floats * 4),
                       reinterpret_cast<float*>(own));
         }
       });
   // After all entries are read: a ring of pages is written where it was read.
   if (p.kept > 0) {
     parallel_for(p.batch, threads, [&](int64_t b, int32_t worker) {
-      write_state(p, steps[static_cast<size_t>(b)], b,
+      write_state(p, rows, steps[static_cast<size_t>(b)], b,
                   reinterpret_cast<float*>(memory + worker * bytes));
     });
   }

@@ -82,12 +82,57 @@ inline void scale_row(Number from, const char* row, int32_t dim, int32_t group,
 #if defined(__AVX512BF16__)
 constexpr int kPair = 2 * kWidth;  // elements of bf16 in a vector
 
+// Magnitudes of e4m3 as bf16, by their code: the low and the high bytes. In `marked` ones the last
+// bit, which none of them needs, marks those that a power of two multiplies by moving the exponent:
+// neither zero nor NaN.
+struct E4m3Magnitudes {
+  constexpr explicit E4m3Magnitudes(int mark) : low(), high() {
+    for (int code = 0; code < 128; ++code) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (exponent == 0 && mantissa > 0) {  // denormal
+        for (exponent = 1; mantissa < 8; --exponent) mantissa *= 2;
+        mantissa -= 8;
+      }
+      const int number = code == 0     ? 0
+                         : code == 127 ? 0x7fc0
+                                       : ((exponent + 120) << 7 | mantissa << 4 | mark);
+      low[code] = static_cast<uint8_t>(number & 255);
+      high[code] = static_cast<uint8_t>(number >> 8);
+    }
+  }
+
+  alignas(64) uint8_t low[128];
+  alignas(64) uint8_t high[128];
+};
+
+constexpr E4m3Magnitudes kE4m3(0), kMarkedE4m3(1);
+
+// Two vectors of bf16 from 64 codes.
+SPARSE_ATTN_INLINE void look_up_e4m3(const E4m3Magnitudes& magnitudes, const char* codes,
+                                     __m512i* x) {
+  // Interleaving works within 16 bytes: then numbers come in order.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m512i c = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+  const auto look_up = [&](const uint8_t* table) {  // the sign bit does not count
+    return _mm512_permutex2var_epi8(_mm512_load_si512(table), c, _mm512_load_si512(table + 64));
+  };
+  const __m512i low = look_up(magnitudes.low), sign = _mm512_set1_epi8(INT8_MIN);
+  const __m512i high = _mm512_or_si512(look_up(magnitudes.high), _mm512_and_si512(c, sign));
+  x[0] = _mm512_unpacklo_epi8(low, high);
+  x[1] = _mm512_unpackhi_epi8(low, high);
+}
+
 // To bf16, from a type whose numbers all are numbers of bf16.
 inline void convert_row(Number from, const char* row, int32_t dim, uint16_t* to) {
   with_type(from, [=](auto type) {
     constexpr Number kFrom = type;
     const auto load = [=](int32_t i) { return load_as_floats<kFrom>(row + bytes_of(kFrom, i)); };
     int32_t i = 0;
+    for (; kFrom == Number::kE4m3 && i + 2 * kPair <= dim; i += 2 * kPair) {
+      __m512i x[2];
+      look_up_e4m3(kE4m3, row + i, x);
+      for (int j = 0; j < 2; ++j) _mm512_storeu_si512(to + i + j * kPair, x[j]);
+    }
     for (; i + kPair <= dim; i += kPair) store(to + i, join_bf16(load(i), load(i + kWidth)));
     for (; i < dim; i += kWidth) {
       const Floats x =
@@ -96,26 +141,6 @@ inline void convert_row(Number from, const char* row, int32_t dim, uint16_t* to)
     }
   });
 }
-
-// Magnitudes of e4m3 as bf16, by their code. The last bit, which none of them needs, marks those
-// that a power of two multiplies by moving the exponent: neither zero nor NaN.
-struct E4m3Magnitudes {
-  constexpr E4m3Magnitudes() : at() {
-    for (int code = 1; code < 127; ++code) {
-      int exponent = code >> 3, mantissa = code & 7;
-      if (exponent == 0) {  // denormal
-        for (exponent = 1; mantissa < 8; --exponent) mantissa *= 2;
-        mantissa -= 8;
-      }
-      at[code] = static_cast<uint16_t>((exponent + 120) << 7 | mantissa << 4 | 1);
-    }
-    at[127] = 0x7fc0;
-  }
-
-  alignas(64) uint16_t at[128];
-};
-
-constexpr E4m3Magnitudes kE4m3Magnitudes;
 
 // Whether every scale is a power of two, and such that no product leaves the normal numbers.
 inline bool moves_exponents(const GroupScales& scales, int32_t groups) {
@@ -126,23 +151,19 @@ inline bool moves_exponents(const GroupScales& scales, int32_t groups) {
   return true;
 }
 
-// e4m3 times such scales, as a sum in the exponent.
+// e4m3 times such scales, as a sum in the exponent. Rows are of a multiple of 64 elements.
 inline void scale_e4m3(const char* row, int32_t dim, int32_t group, const GroupScales& scales,
                        uint16_t* to) {
-  __m512i table[4];
-  for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(kE4m3Magnitudes.at + i * kPair);
-  for (int32_t i = 0; i < dim; i += kPair) {
-    const int32_t exponent = static_cast<int32_t>(bits_of(scales.at[i / group]) >> 23) - 127;
-    const __m512i move = _mm512_set1_epi16(static_cast<int16_t>(exponent * 128 - 1));
-    const __m512i codes =
-        _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + i)));
-    const __mmask32 upper = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64));
-    __m512i x = _mm512_mask2_permutex2var_epi16(table[2], codes, upper, table[3]);
-    x = _mm512_mask2_permutex2var_epi16(table[0], x, ~upper, table[1]);
-    x = _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(1)), x, move);
-    const __m512i signs = _mm512_slli_epi16(codes, 8);
-    x = _mm512_or_si512(x, _mm512_and_si512(signs, _mm512_set1_epi16(INT16_MIN)));
-    _mm512_storeu_si512(to + i, x);
+  for (int32_t i = 0; i < dim; i += 2 * kPair) {
+    __m512i x[2];
+    look_up_e4m3(kMarkedE4m3, row + i, x);
+    for (int j = 0; j < 2; ++j) {
+      const int32_t at = i + j * kPair;
+      const int32_t exponent = static_cast<int32_t>(bits_of(scales.at[at / group]) >> 23) - 127;
+      const __m512i move = _mm512_set1_epi16(static_cast<int16_t>(exponent * 128 - 1));
+      const __mmask32 moved = _mm512_test_epi16_mask(x[j], _mm512_set1_epi16(1));
+      _mm512_storeu_si512(to + at, _mm512_mask_add_epi16(x[j], moved, x[j], move));
+    }
   }
 }
 
@@ -167,7 +188,7 @@ inline void scale_e2m1(const char* row, int32_t dim, int32_t group, const GroupS
 inline void scale_row(Number from, const char* row, int32_t dim, int32_t group,
                       const GroupScales& scales, uint16_t* to) {
   if (from == Number::kE2m1) return scale_e2m1(row, dim, group, scales, to);
-  if (from == Number::kE4m3 && moves_exponents(scales, dim / group))
+  if (from == Number::kE4m3 && dim % (2 * kPair) == 0 && moves_exponents(scales, dim / group))
     return scale_e4m3(row, dim, group, scales, to);
   with_type(from, [&](auto type) {
     constexpr Number kFrom = type;

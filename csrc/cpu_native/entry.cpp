@@ -2,9 +2,6 @@
 
 #include <string.h>
 
-#include "../common/decode.h"
-#include "../common/encode.h"
-
 namespace sparse_attn {
 namespace {
 
@@ -32,8 +29,8 @@ void place_parts(EntryPlane* plane, char* data, const int64_t strides[3], char* 
     return;
   }
   const auto place = [&](Part part) {
-    const PartPlace at = place_of(format, part, plane->page_size);
-    const int64_t steps[3] = {strides[0], planar(format) ? at.step : strides[1], 0};
+    const PartPlace at = place_of(format, part, plane->page_size, strides[1]);
+    const int64_t steps[3] = {strides[0], at.step, 0};
     return rows(data + at.first, steps, bytes_of_part(format, part));
   };
   plane->values = place(Part::kValues);
@@ -42,20 +39,22 @@ void place_parts(EntryPlane* plane, char* data, const int64_t strides[3], char* 
   plane->pad = place(Part::kPad);
 }
 
-void write_row(const EntryPlane& plane, int64_t slot, int64_t head, const float* row) {
+void write_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
+               const float* row) {
   const int64_t page = slot / plane.page_size, offset = slot % plane.page_size;
-  encode_row(codec_of(plane.format), row, plane.dim,
-             {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
-              plane.scales.at(page, offset, head)});
+  kernels.encode(codec_of(plane.format), row, plane.dim,
+                 {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
+                  plane.scales.at(page, offset, head)});
   clear_pad(plane, slot);
 }
 
-void read_row(const EntryPlane& plane, int64_t slot, int64_t head, float* row) {
+void read_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
+              float* row) {
   const int64_t page = slot / plane.page_size, offset = slot % plane.page_size;
-  decode_row(codec_of(plane.format),
-             {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
-              plane.scales.at(page, offset, head)},
-             plane.dim, row);
+  kernels.decode(codec_of(plane.format),
+                 {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
+                  plane.scales.at(page, offset, head)},
+                 plane.dim, row);
 }
 
 void clear_pad(const EntryPlane& plane, int64_t slot) {

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "../common/layout.h"
+#include "isa.h"
 
 namespace sparse_attn {
 
@@ -37,10 +38,25 @@ struct EntryPlane {
 void place_parts(EntryPlane* plane, char* data, const int64_t strides[3], char* scale,
                  const int64_t scale_strides[3]);
 
-// Quantises a row of plane.dim floats into a slot, which must not lie past the plane.
-void write_row(const EntryPlane& plane, int64_t slot, int64_t head, const float* row);
+// The kernels of one instruction set: a row of `dim` floats to and from the parts of an entry.
+struct RowKernels {
+  void (*encode)(const Codec& codec, const float* row, int64_t dim, const PartsToWrite& to);
+  void (*decode)(const Codec& codec, const EntryParts& parts, int64_t dim, float* to);
+};
 
-void read_row(const EntryPlane& plane, int64_t slot, int64_t head, float* row);
+extern const RowKernels kPortableRowKernels;
+#if defined(__x86_64__)
+extern const RowKernels kAvx2RowKernels;
+extern const RowKernels kAvx512RowKernels;
+extern const RowKernels kAvx512Bf16RowKernels;
+#endif
+
+// Quantises a row of plane.dim floats into a slot, which must not lie past the plane.
+void write_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
+               const float* row);
+
+void read_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
+              float* row);
 
 // Writes the padding of an entry, if its format has some: zeros.
 void clear_pad(const EntryPlane& plane, int64_t slot);

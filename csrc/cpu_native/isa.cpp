@@ -17,7 +17,8 @@ bool supported(Isa isa) {
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl");
     case Isa::kAvx512Bf16:
-      return supported(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16");
+      return supported(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16") &&
+             __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
   }
   return false;
 #else

@@ -1,17 +1,19 @@
 # Adds the library sparse_attn_cpu: the kernels, which know neither Python nor torch.
-set(kernels attend.cpp best.cpp compress.cpp entry.cpp isa.cpp memory.cpp merge.cpp parallel.cpp
+set(kernels attend.cpp best.cpp compress.cpp entry.cpp isa.cpp limits.cpp memory.cpp merge.cpp parallel.cpp
   select.cpp select_merge.cpp store.cpp)
-list(APPEND kernels attend_portable.cpp compress_portable.cpp select_portable.cpp)
+set(ops attend compress entry limits select)  # compiled once for each instruction set
+list(TRANSFORM ops APPEND _portable.cpp OUTPUT_VARIABLE portable)
+list(APPEND kernels ${portable})
 set(instruction_sets portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
   # GCC 12's own AVX-512 headers set off -Wmaybe-uninitialized.
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512
     -Wno-maybe-uninitialized)
-  set(avx512_bf16 ${avx512} -mavx512bf16)
+  set(avx512_bf16 ${avx512} -mavx512bf16 -mavx512vnni -mavx512vbmi)
   foreach(isa avx2 avx512 avx512_bf16)
     list(APPEND instruction_sets ${isa})
-    foreach(op attend compress select)
+    foreach(op IN LISTS ops)
       list(APPEND kernels ${op}_${isa}.cpp)
       set_source_files_properties("${CMAKE_CURRENT_LIST_DIR}/${op}_${isa}.cpp"
         PROPERTIES COMPILE_OPTIONS "${${isa}}")

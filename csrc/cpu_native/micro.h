@@ -5,9 +5,10 @@
 // take four bytes of one operand at a time, broadcast, against vectors of the other:
 //   qk       a key against a panel of queries, one lane per vector element
 //   qk_few   a query against keys, one key per vector element (few lanes)
+//   qk_fours four steps of a key against those of a few queries, a lane's steps side by side
 //   pv       a probability against elements of a value, in the vector
 // Each score and each output element is summed in one order, whichever the shape of the loop around
-// it is.
+// it is: qk and qk_few agree; calls that use qk_fours use nothing else.
 #pragma once
 
 #include "tiles.h"
@@ -15,6 +16,9 @@
 namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
 namespace {
+
+// A loop of its own: among other code it would run short of registers for addresses.
+#define SPARSE_ATTN_APART static __attribute__((noinline))
 
 struct F32 {
   typedef float Element;
@@ -56,19 +60,14 @@ constexpr int kQkRows = 8, kPvLanes = 8;
 constexpr int kQkRows = 4, kPvLanes = 4;
 #endif
 
-// Scores of kRows keys: s[r * ld + lane] = (adds ? s[r * ld + lane] : 0) + key r . query of the
-// lane. `q` holds the panel, [ceil(dim / kGroup)][kVectors * kWidth].
+// Adds products of kRows keys with a panel of queries to sums: sum[r][j] += key r . queries of
+// vector j. `q` holds the panel, [ceil(dim / kGroup)][kVectors * kWidth].
 template <class Mode, int kRows, int kVectors>
-inline void qk(const char* const* rows, int32_t dim, const float* q, bool adds, float* s,
-               int64_t ld) {
-  Floats sum[kRows][kVectors];
+SPARSE_ATTN_INLINE void add_dots(const char* const* rows, int32_t dim, const float* q,
+                                 Floats (*sum)[kVectors]) {
   const char* row[kRows];
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    row[r] = rows[r];
-#pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) sum[r][j] = adds ? load(s + r * ld + j * kWidth) : Floats{};
-  }
+  for (int r = 0; r < kRows; ++r) row[r] = rows[r];
   const int32_t groups = dim / Mode::kGroup;
   for (int32_t k = 0; k < groups; ++k) {
     Floats b[kVectors];
@@ -93,6 +92,20 @@ inline void qk(const char* const* rows, int32_t dim, const float* q, bool adds, 
       }
     }
   }
+}
+
+// Scores of kRows keys: s[r * ld + lane] = (adds ? s[r * ld + lane] : 0) + key r . query of the
+// lane. `q` as above.
+template <class Mode, int kRows, int kVectors>
+SPARSE_ATTN_APART void qk(const char* const* rows, int32_t dim, const float* q, bool adds, float* s,
+                          int64_t ld) {
+  Floats sum[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) sum[r][j] = adds ? load(s + r * ld + j * kWidth) : Floats{};
+  }
+  add_dots<Mode, kRows, kVectors>(rows, dim, q, sum);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -133,8 +146,8 @@ SPARSE_ATTN_INLINE void transpose_rows(const char* const* rows, int32_t dim, Use
 // `adds`. Queries are rows of steps, `q_ld` floats apart. The keys are in the vector: sums run as
 // in `qk`, and give the same bits.
 template <class Mode, int kLanes>
-inline void qk_few(const char* const* rows, int32_t dim, const float* q, int64_t q_ld, bool adds,
-                   float* s, int64_t ld, Prefetcher& prefetcher) {
+SPARSE_ATTN_APART void qk_few(const char* const* rows, int32_t dim, const float* q, int64_t q_ld,
+                              bool adds, float* s, int64_t ld, Prefetcher& prefetcher) {
   Floats sum[kLanes];
 #pragma GCC unroll 8
   for (int lane = 0; lane < kLanes; ++lane) sum[lane] = adds ? load(s + lane * ld) : Floats{};
@@ -152,16 +165,84 @@ inline void qk_few(const char* const* rows, int32_t dim, const float* q, int64_t
   for (int lane = 0; lane < kLanes; ++lane) store(s + lane * ld, sum[lane]);
 }
 
-// Panel of outputs of kLanes lanes: o[lane * o_ld + i] = alpha[lane] * o[..] + sum over groups
+// Scores of kRows keys against the lanes of kVectors vectors, each of kWidth / 4 lanes with four
+// steps side by side: s[lane * ld + key], added to what is there if `adds`. `q` is
+// [ceil(steps / 4)][kVectors][kWidth], zeros after the last step. One load of a key serves four
+// steps, where `qk` would load four times for the lanes of a single vector. Steps whose numbers
+// agree modulo 4 are summed, then these four sums.
+template <class Mode, int kRows, int kVectors>
+SPARSE_ATTN_APART void qk_fours(const char* const* rows, int32_t dim, const float* q, bool adds,
+                                float* s, int64_t ld) {
+  static_assert(kRows % 4 == 0, "sums of four rows are transposed");
+  Floats sum[kRows][kVectors] = {};
+  const char* row[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) row[r] = rows[r];
+  const auto add = [&](const char* const* from, int64_t offset, const float* with) {
+    Floats b[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) b[j] = load(with + j * kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Floats a = broadcast_fours(from[r] + offset);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) sum[r][j] = Mode::dot(a, b[j], sum[r][j]);
+    }
+  };
+  const int32_t whole = dim / (4 * Mode::kGroup);
+  for (int32_t k = 0; k < whole; ++k) add(row, 16 * k, q + k * kVectors * kWidth);
+  const int32_t rest = dim - whole * 4 * Mode::kGroup;  // elements
+  if (rest > 0) {
+    char last[kRows][16] = {};
+    const char* last_rows[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      memcpy(last[r], row[r] + 16 * whole,
+             static_cast<size_t>(rest) * sizeof(typename Mode::Element));
+      last_rows[r] = last[r];
+    }
+    add(last_rows, 0, q + whole * kVectors * kWidth);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; r += 4) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      Floats x[4] = {sum[r][j], sum[r + 1][j], sum[r + 2][j], sum[r + 3][j]};
+      transpose_fours(x);
+      FourFloats lanes[kWidth / 4];
+      const Floats total = (x[0] + x[1]) + (x[2] + x[3]);
+      memcpy(lanes, &total, sizeof(total));
+#pragma GCC unroll 4
+      for (int i = 0; i < kWidth / 4; ++i) {
+        auto* to = reinterpret_cast<FourFloats*>(s + (j * kWidth / 4 + i) * ld + r);
+        *to = adds ? *to + lanes[i] : lanes[i];
+      }
+    }
+  }
+}
+
+// Where `pv` finds the values of a panel, as `dot` takes them.
+enum class Values { kRows, kRowsToKeep, kKept };
+
+// Panel of outputs of kLanes lanes: o[lane * kPanel + i] = alpha[lane] * o[..] + sum over groups
 // [begin, end) of rows. Probabilities of lane l and group n are at p[n * p_ld + l], or at p[l *
-// p_ld + n] if kByLane.
-template <class Mode, int kLanes, bool kByLane>
-inline void pv(const float* p, int64_t p_ld, const char* const* rows, int64_t offset, int begin,
-               int end, const float* alpha, float* o, int64_t o_ld) {
+// p_ld + n] if kByLane. What `dot` takes of the values of group n is kept, so that other lanes need
+// not put it together again, at kept[n * kPanel].
+template <class Mode, int kLanes, bool kByLane, Values kValues>
+SPARSE_ATTN_APART void pv(const float* p, int64_t p_ld, const char* const* rows, int64_t offset,
+                          int begin, int end, float* kept, const float* alpha, float* o) {
   Floats sum[kLanes][2] = {};
   for (int n = begin; n < end; ++n) {
     Floats v[2];
-    Mode::values(rows, n, offset, v);
+    if (kValues == Values::kKept) {
+      v[0] = load(kept + n * kPanel);
+      v[1] = load(kept + n * kPanel + kWidth);
+    } else {
+      Mode::values(rows, n, offset, v);
+    }
+    if (kValues == Values::kRowsToKeep) {
+      store(kept + n * kPanel, v[0]);
+      store(kept + n * kPanel + kWidth, v[1]);
+    }
 #pragma GCC unroll 8
     for (int lane = 0; lane < kLanes; ++lane) {
       const Floats a = broadcast_bytes(kByLane ? p + lane * p_ld + n : p + n * p_ld + lane);
@@ -172,7 +253,7 @@ inline void pv(const float* p, int64_t p_ld, const char* const* rows, int64_t of
 #pragma GCC unroll 8
   for (int lane = 0; lane < kLanes; ++lane) {
     const Floats a = broadcast(alpha[lane]);
-    float* to = o + lane * o_ld;
+    float* to = o + lane * kPanel;
     store(to, fma(a, load(to), sum[lane][0]));
     store(to + kWidth, fma(a, load(to + kWidth), sum[lane][1]));
   }

@@ -2,7 +2,12 @@
 // other files work.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <iterator>
+#include <string>
+
 #include "arguments.h"
+#include "limits.h"
 #include "parallel.h"
 
 namespace py = pybind11;
@@ -66,9 +71,10 @@ PYBIND11_MODULE(_cpu_native, m) {
 
   m.def(
       "store",
-      [](py::handle call, int row_format, int threads) {
+      [](py::handle call, int row_format, int threads, int isa) {
         StoreParams p = store_params(call, static_cast<Format>(row_format));
         p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
         py::gil_scoped_release release;
         return store(p);
       },
@@ -76,9 +82,10 @@ PYBIND11_MODULE(_cpu_native, m) {
 
   m.def(
       "load",
-      [](py::handle call, py::handle out, int out_format, int threads) {
+      [](py::handle call, py::handle out, int out_format, int threads, int isa) {
         LoadParams p = load_params(call, out, static_cast<Format>(out_format));
         p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
         py::gil_scoped_release release;
         return load(p);
       },
@@ -86,9 +93,10 @@ PYBIND11_MODULE(_cpu_native, m) {
 
   m.def(
       "convert",
-      [](py::handle call, int threads) -> py::object {
+      [](py::handle call, int threads, int isa) -> py::object {
         ConvertParams p = convert_params(call);
         p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
         PastPlane past;
         {
           py::gil_scoped_release release;
@@ -128,6 +136,24 @@ PYBIND11_MODULE(_cpu_native, m) {
       },
       "Names of the instruction sets that this machine runs; an index is the number that attend "
       "and select take.");
+
+  m.def(
+      "work_at_limit",
+      [](const std::string& limit, py::buffer memory, int threads, int isa) {
+        LimitParams p;
+        const py::buffer_info info = memory.request(true);
+        const auto name = std::find(std::begin(kLimitNames), std::end(kLimitNames), limit);
+        if (name == std::end(kLimitNames)) throw py::value_error("unknown limit");
+        p.limit = static_cast<Limit>(name - std::begin(kLimitNames));
+        p.memory = static_cast<char*>(info.ptr);
+        p.bytes = info.size * info.itemsize;
+        p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
+        py::gil_scoped_release release;
+        return work_at_limit(p);
+      },
+      "Does work that binds a machine: 'fp32', 'bf16', 'int8', 'copy' or 'blocks' (of 16 KB, in "
+      "random order). Returns its operations or bytes; 0 where the instruction is missing.");
 
   m.def(
       "formats",

@@ -50,10 +50,10 @@ static inline void set_packed(PlaneParams* plane, Format format, const char* dat
   const Codec& codec = codec_of(format);
   const auto part = [&](Part which, Number type, int32_t dim) {
     PagedRows rows;
-    const PartPlace place = place_of(format, which, page_size);
+    const PartPlace place = place_of(format, which, page_size, entry_stride);
     rows.data = data + place.first;
     rows.page_stride = page_stride;
-    rows.entry_stride = planar(format) ? place.step : entry_stride;
+    rows.entry_stride = place.step;
     rows.dim = dim;
     rows.type = type;
     return rows;

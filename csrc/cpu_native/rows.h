@@ -33,13 +33,27 @@ class Carver {
   int64_t taken_ = 0;
 };
 
-// Bits [low, high) of a tile's 64 rows; bounds outside of the tile are clipped.
-SPARSE_ATTN_INLINE uint64_t row_bits(int64_t low, int64_t high) {
-  static_assert(kTile == 64, "a row of a tile is a bit of a word");
+// A bit for each row of a tile.
+typedef unsigned __int128 RowBits;
+
+// Bits [low, high); bounds outside of the tile are clipped.
+SPARSE_ATTN_INLINE RowBits row_bits(int64_t low, int64_t high) {
+  static_assert(kTile == 128, "as many rows as bits");
   if (low < 0) low = 0;
-  if (high > 64) high = 64;
+  if (high > kTile) high = kTile;
   if (low >= high) return 0;
-  return (~uint64_t{0} >> (64 - (high - low))) << low;
+  return (~RowBits{0} >> (kTile - (high - low))) << low;
+}
+
+// The lowest of some bits, and the place after the highest.
+SPARSE_ATTN_INLINE int first_of(RowBits bits) {
+  const auto low = static_cast<uint64_t>(bits), high = static_cast<uint64_t>(bits >> 64);
+  return low ? __builtin_ctzll(low) : 64 + __builtin_ctzll(high);
+}
+
+SPARSE_ATTN_INLINE int end_of(RowBits bits) {
+  const auto low = static_cast<uint64_t>(bits), high = static_cast<uint64_t>(bits >> 64);
+  return high ? 128 - __builtin_clzll(high) : 64 - __builtin_clzll(low);
 }
 
 // Where an entry lies.

@@ -13,7 +13,7 @@ constexpr int64_t kChunk = 512;
 
 // Entries attended between two updates of the running maximum; a chunk's entries in the list or
 // range, cut alike.
-constexpr int kTile = 64;
+constexpr int kTile = 128;
 
 // Most (row, head) pairs that are processed together.
 constexpr int kMaxLanes = 128;

@@ -4,7 +4,8 @@
 //
 // A lane is a head of a list in one of a block's rows. Keys of a tile are transposed into panels,
 // one key per vector element, so that each lane's products run over keys and are joined with those
-// of other heads element by element.
+// of other heads element by element. Where heads fill panels and their scores are added, queries
+// are transposed instead, once: products of a key run over heads, and are joined as they come.
 #pragma once
 
 #include "../common/decode.h"
@@ -113,6 +114,33 @@ inline void qk_rounded(const char* const* rows, int32_t dim, const float* low, c
   }
 }
 
+// Scores of kRows keys from products that run over heads, `panels` panels of them: total[r] is the
+// sum over the heads whose numbers agree modulo kWidth. `kScaled`: products are multiplied by the
+// scales of their keys.
+template <class Mode, int kRows, bool kRelu, bool kScaled>
+SPARSE_ATTN_APART void join_keys(const char* const* rows, int32_t dim, const float* q,
+                                 int32_t panels, const float* weights, const float* key_scale,
+                                 Floats* total) {
+  Floats joined[kRows] = {};
+  const int64_t panel = int64_t{kPanel} * ((dim + Mode::kGroup - 1) / Mode::kGroup);
+  for (int32_t i = 0; i < panels; ++i, q += panel, weights += kPanel) {
+    Floats sum[kRows][2] = {};
+    add_dots<Mode, kRows, 2>(rows, dim, q, sum);
+    const Floats w[2] = {load(weights), load(weights + kWidth)};
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        Floats x = kScaled ? sum[r][j] * broadcast(key_scale[r]) : sum[r][j];
+        if (kRelu) x = max(Floats{}, x);
+        joined[r] = fma(w[j], x, joined[r]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) total[r] = joined[r];
+}
+
 // Numbers that come one by one, in ascending order and without gaps, pooled by unit: a unit is done
 // when a number lies past it.
 class Pooling {
@@ -173,6 +201,12 @@ struct Segment {
   int32_t heads;
 };
 
+// Whether products run over heads.
+inline bool joins_heads(const SelectParams& p) {
+  return (p.score == Score::kReluSum || p.score == Score::kDot) && !p.rounded && !p.bounds &&
+         !pools_keys(p) && heads_per_list(p) % kPanel == 0 && p.lists % p.key_heads == 0;
+}
+
 // Running maximum m of the lanes' scores, in base 2, and sum of 2^(score - m).
 struct Sums {
   float* maximum;
@@ -222,7 +256,8 @@ class Scorer {
                                  round_up((p.dim + Mode::kGroup - 1) / Mode::kGroup, 4));
     weights_ = carver->take<float>(lanes_);
     chunk_sums_ = carver->take<float>(2 * lanes_);
-    products_ = carver->take<float>(lanes_ * kTile);
+    products_ = carver->take<float>(joins_heads(p) ? 0 : lanes_ * kTile);
+    q_panels_ = carver->take<float>(joins_heads(p) ? lanes_ * steps(p.dim) : 0);
     ld_ = dim;
   }
 
@@ -275,6 +310,8 @@ class Scorer {
  private:
   typedef typename Mode::Element Element;
 
+  static int64_t steps(int32_t dim) { return (dim + Mode::kGroup - 1) / Mode::kGroup; }
+
   // Lanes of a segment lie side by side, those of a row first.
   template <class Visit>
   SPARSE_ATTN_INLINE void for_lanes(int32_t r, const Visit& visit) const {
@@ -299,6 +336,13 @@ class Scorer {
     for (int32_t r = 0; r < block_.rows; ++r) {
       int32_t head = block_.list * heads_;
       for_lanes(r, [&](int32_t lane) { prepare_lane(lane, block_.row[r].row, head++); });
+    }
+    for (int32_t lane = 0; joins_heads(p_) && lane < lanes_; lane += kWidth) {
+      const int32_t panel = lane / kPanel * kPanel;
+      float* to = q_panels_ + panel * steps(p_.dim) + (lane - panel);
+      transpose_rows<Mode>(q_ + lane, p_.dim, [=](int32_t step, int count, const Floats* x) {
+        for (int j = 0; j < count; ++j) store(to + (step + j) * kPanel, x[j]);
+      });
     }
   }
 
@@ -328,7 +372,7 @@ class Scorer {
   // kTile places side by side, from a multiple of it on.
   struct Tile {
     int64_t base;
-    uint64_t seen;    // bit n: some row scores place n
+    RowBits seen;     // bit n: some row scores place n
     int first, last;  // the panels of the seen places begin at `first`; `last` follows these places
     int64_t number[kTile];
     Place place[kTile];
@@ -357,7 +401,7 @@ class Scorer {
   // entry without a page.
   bool next(Tile* tile) {
     for (; base_ < end_; base_ += kTile) {
-      uint64_t seen = 0;
+      RowBits seen = 0;
       for (int32_t r = 0; r < block_.rows; ++r) {
         const EntryRange& places = block_.row[r].places;
         seen |= row_bits(places.low - base_, places.high - base_);
@@ -365,8 +409,8 @@ class Scorer {
       if (!seen) continue;
       tile->base = base_;
       tile->seen = seen;
-      tile->first = __builtin_ctzll(seen) / kPanel * kPanel;
-      tile->last = 64 - __builtin_clzll(seen);
+      tile->first = first_of(seen) / kPanel * kPanel;
+      tile->last = end_of(seen);
       number_places(tile);
       base_ += kTile;
       if (!pools_keys(p_)) failed_ = !find_pages(tile);
@@ -390,16 +434,27 @@ class Scorer {
     }
   }
 
-  // Also fetches what is read first of each key: the rest is fetched between products.
+  // Also fetches a line of each page of memory, which is looked up so; the rest is fetched between
+  // products.
   bool find_pages(Tile* tile) const {
     const PagedRows& scales = p_.keys.k_scale;
+    const char *key_before = nullptr, *scale_before = nullptr;
+    const auto touch = [](const char* at, const char** before) {
+      constexpr int kPageBits = 12;
+      if (reinterpret_cast<uintptr_t>(at) >> kPageBits ==
+          reinterpret_cast<uintptr_t>(*before) >> kPageBits)
+        return;
+      prefetch(at);
+      *before = at;
+    };
     for (int n = tile->first; n < tile->last; ++n) {
       if (!(tile->seen >> n & 1)) continue;
       if (!pager_.find(tile->number[n], &tile->place[n])) return false;
-      prefetch(key_at(*tile, n, segments_[0].key_head));
+      touch(key_at(*tile, n, segments_[0].key_head), &key_before);
       if (scales.dim > 0) {
-        prefetch(scales.data + tile->place[n].page * scales.page_stride +
-                 tile->place[n].offset * scales.entry_stride);
+        touch(scales.data + tile->place[n].page * scales.page_stride +
+                  tile->place[n].offset * scales.entry_stride,
+              &scale_before);
       }
     }
     return true;
@@ -416,7 +471,8 @@ class Scorer {
     ahead_ = pools_keys(p_) ? nullptr : tile;
     if (!ahead_) return;
     ahead_place_ = tile->first;
-    const int calls = (lanes_ / kQkRows + 1) * kTile / kPanel;
+    const int calls =
+        joins_heads(p_) ? block_.rows * kTile / kQkRows : (lanes_ / kQkRows + 1) * kTile / kPanel;
     ahead_places_ = (kTile + calls - 1) / calls;
   }
 
@@ -445,6 +501,7 @@ class Scorer {
       } else if (!pool_keys(segment.key_head)) {
         return false;
       }
+      if (joins_heads(p_)) return true;
       for (int n = tile_->first; n < tile_->last; n += kPanel) {
         pack_panel<Mode>(k_ + n, 0, p_.dim, panel_);
         if (p_.bounds) pack_panel<Mode>(k_ + n, p_.dim, p_.dim, upper_panel());
@@ -621,6 +678,7 @@ class Scorer {
 
   // Joins the products of row r's lanes to scores of the tile.
   void join(int32_t r, const Sums& sums) {
+    if (joins_heads(p_)) return join_heads(r);
     if (p_.rounded) return p_.score == Score::kDot ? join_rounded<false>(r) : join_rounded<true>(r);
     const Floats scale = broadcast(static_cast<float>(p_.scale)), one = broadcast(1.0f);
     switch (p_.score) {
@@ -656,6 +714,29 @@ class Scorer {
     }
   }
 
+  void join_heads(int32_t r) {
+    const float* q = q_panels_ + r * heads_ * steps(p_.dim);
+    const float* weights = weights_ + r * heads_;
+    const auto join = p_.score == Score::kDot
+                          ? (scales_rows() ? &join_keys<Mode, kQkRows, false, true>
+                                           : &join_keys<Mode, kQkRows, false, false>)
+                      : scales_rows() ? &join_keys<Mode, kQkRows, true, true>
+                                      : &join_keys<Mode, kQkRows, true, false>;
+    for (int n = tile_->first; n < tile_->last; n += kWidth) {
+      Floats sum[kWidth];
+      for (int i = 0; i < kWidth; i += kQkRows) {
+        prefetch_some();
+        join(k_ + n + i, p_.dim, q, heads_ / kPanel, weights, key_scale_ + n + i, sum + i);
+      }
+      for (int i = 0; i < kWidth; i += 4) {
+        transpose_fours(sum + i);
+        const FourFloats total =
+            add_fours(FourFloats{}, (sum[i] + sum[i + 1]) + (sum[i + 2] + sum[i + 3]));
+        *reinterpret_cast<FourFloats*>(scores_ + n + i) = total * static_cast<float>(p_.scale);
+      }
+    }
+  }
+
   template <bool kRelu>
   void join_rounded(int32_t r) {
     for (int n = tile_->first; n < tile_->last; n += kWidth) {
@@ -684,14 +765,15 @@ class Scorer {
     const EntryRange& free = block_.row[r].free;
     while (places.low < places.high && tile_->number[places.low] < free.low) ++places.low;
     while (places.low < places.high && tile_->number[places.high - 1] >= free.high) --places.high;
-    const uint64_t taken = row_bits(places.low, places.high);
+    static_assert(kTile <= kBestStep, "room for a tile");
+    const RowBits taken = row_bits(places.low, places.high);
     Best* units = &best->units;
     make_room(units, spare);
     const Floats threshold = broadcast(units->threshold);
     for (int n = tile_->first; n < tile_->last; n += kWidth) {
-      uint64_t better = greater(load(scores_ + n), threshold) & (taken >> n);
+      uint32_t better = greater(load(scores_ + n), threshold) & static_cast<uint32_t>(taken >> n);
       for (; better; better &= better - 1) {
-        const int at = n + __builtin_ctzll(better);
+        const int at = n + __builtin_ctz(better);
         units->ranks[units->size++] = ranked(scores_[at], tile_->number[at]);
       }
     }
@@ -710,6 +792,7 @@ class Scorer {
   float* weights_;
   float* chunk_sums_;
   float* products_;  // [lanes][kTile]
+  float* q_panels_;  // [lanes / kPanel][steps][kPanel]
   const char* q_[kMaxLanes];
   Segment segments_[kMaxLanes];
   int32_t segment_count_ = 0;

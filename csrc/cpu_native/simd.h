@@ -172,6 +172,17 @@ SPARSE_ATTN_INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }
 
 typedef float FourFloats __attribute__((vector_size(16), aligned(1), may_alias));
 
+// The same four floats in every four lanes.
+SPARSE_ATTN_INLINE Floats broadcast_fours(const char* p) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_broadcast_f32x4(_mm_loadu_ps(reinterpret_cast<const float*>(p)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+#else
+  return load(p);
+#endif
+}
+
 // Lane 4i + j is element j of p[i].
 SPARSE_ATTN_INLINE Floats load_fours(const char* const* p, int64_t offset) {
   const auto four = [=](int i) { return *reinterpret_cast<const FourFloats*>(p[i] + offset); };

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "../common/number.h"
 #include "memory.h"
 #include "parallel.h"
 
@@ -31,14 +30,12 @@ void for_rows(int64_t rows, const EntryPlane& plane, int32_t threads, const Work
   });
 }
 
-const float* as_floats(const char* row, Format format, int64_t dim, float* buffer) {
+const RowKernels& row_kernels(Isa isa) { return SPARSE_ATTN_KERNELS_FOR(isa, RowKernels); }
+
+const float* as_floats(const RowKernels& kernels, const char* row, Format format, int64_t dim,
+                       float* buffer) {
   if (format == Format::kFp32) return reinterpret_cast<const float*>(row);
-  const auto* from = reinterpret_cast<const uint16_t*>(row);
-  if (format == Format::kBf16) {
-    for (int64_t i = 0; i < dim; ++i) buffer[i] = bf16_to_float(from[i]);
-  } else {
-    for (int64_t i = 0; i < dim; ++i) buffer[i] = half_to_float(from[i]);
-  }
+  kernels.decode(codec_of(format), {row, nullptr, nullptr}, dim, buffer);
   return buffer;
 }
 
@@ -48,7 +45,7 @@ int64_t largest(const int64_t* slots, int64_t count) {
   return last;
 }
 
-void store_row(const StoreParams& p, int64_t t, float* buffer) {
+void store_row(const StoreParams& p, const RowKernels& kernels, int64_t t, float* buffer) {
   const int64_t slot = p.slots[t];
   if (slot < 0) return;
   const EntryPlane& plane = p.plane;
@@ -58,12 +55,12 @@ void store_row(const StoreParams& p, int64_t t, float* buffer) {
       memcpy(plane.values.at(slot / plane.page_size, slot % plane.page_size, h), row,
              static_cast<size_t>(plane.values.bytes));
     } else {
-      write_row(plane, slot, h, as_floats(row, p.row_format, plane.dim, buffer));
+      write_row(kernels, plane, slot, h, as_floats(kernels, row, p.row_format, plane.dim, buffer));
     }
   }
 }
 
-void load_row(const LoadParams& p, int64_t t, float* buffer) {
+void load_row(const LoadParams& p, const RowKernels& kernels, int64_t t, float* buffer) {
   const int64_t slot = p.slots[t], count = p.plane.heads * p.plane.dim;
   char* out = p.out + t * count * element_bytes(p.out_format);
   if (slot < 0) {
@@ -79,12 +76,12 @@ void load_row(const LoadParams& p, int64_t t, float* buffer) {
       continue;
     }
     if (p.out_format == Format::kFp32) {
-      read_row(p.plane, slot, h, reinterpret_cast<float*>(out) + h * p.plane.dim);
+      read_row(kernels, p.plane, slot, h, reinterpret_cast<float*>(out) + h * p.plane.dim);
       continue;
     }
-    read_row(p.plane, slot, h, buffer);
-    auto* to = reinterpret_cast<uint16_t*>(out) + h * p.plane.dim;
-    for (int64_t i = 0; i < p.plane.dim; ++i) to[i] = float_to_bf16(buffer[i]);
+    read_row(kernels, p.plane, slot, h, buffer);
+    kernels.encode(codec_of(Format::kBf16), buffer, p.plane.dim,
+                   {out + h * p.plane.dim * 2, nullptr, nullptr});
   }
 }
 
@@ -133,12 +130,12 @@ int64_t move_entries(const ConvertParams& p, int64_t i, int64_t end) {
   return count;
 }
 
-void convert_entry(const ConvertParams& p, int64_t i, float* buffer) {
+void convert_entry(const ConvertParams& p, const RowKernels& kernels, int64_t i, float* buffer) {
   const int64_t from = slot_of(p.src_slots, i), to = slot_of(p.dst_slots, i);
   if (from < 0 || to < 0) return;
   for (int64_t h = 0; h < p.src.heads; ++h) {
-    read_row(p.src, from, h, buffer);
-    write_row(p.dst, to, h, buffer);
+    read_row(kernels, p.src, from, h, buffer);
+    write_row(kernels, p.dst, to, h, buffer);
   }
 }
 
@@ -147,8 +144,9 @@ void convert_entry(const ConvertParams& p, int64_t i, float* buffer) {
 int64_t store(const StoreParams& p) {
   const int64_t last = largest(p.slots, p.tokens);
   if (last >= p.plane.slots()) return last;
+  const RowKernels& kernels = row_kernels(p.isa);
   for_rows(p.tokens, p.plane, p.threads, [&](int64_t begin, int64_t end, float* buffer) {
-    for (int64_t t = begin; t < end; ++t) store_row(p, t, buffer);
+    for (int64_t t = begin; t < end; ++t) store_row(p, kernels, t, buffer);
   });
   return -1;
 }
@@ -156,8 +154,9 @@ int64_t store(const StoreParams& p) {
 int64_t load(const LoadParams& p) {
   const int64_t last = largest(p.slots, p.tokens);
   if (last >= p.plane.slots()) return last;
+  const RowKernels& kernels = row_kernels(p.isa);
   for_rows(p.tokens, p.plane, p.threads, [&](int64_t begin, int64_t end, float* buffer) {
-    for (int64_t t = begin; t < end; ++t) load_row(p, t, buffer);
+    for (int64_t t = begin; t < end; ++t) load_row(p, kernels, t, buffer);
   });
   return -1;
 }
@@ -172,13 +171,14 @@ PastPlane convert(const ConvertParams& p) {
   }
   if (src_last >= p.src.slots()) return {false, src_last};
   if (dst_last >= p.dst.slots()) return {true, dst_last};
+  const RowKernels& kernels = row_kernels(p.isa);
   const bool moves = same(codec_of(p.src.format), codec_of(p.dst.format));
   for_rows(p.entries, p.src, p.threads, [&](int64_t begin, int64_t end, float* buffer) {
     for (int64_t i = begin; i < end;) {
       if (moves) {
         i += move_entries(p, i, end);
       } else {
-        convert_entry(p, i++, buffer);
+        convert_entry(p, kernels, i++, buffer);
       }
     }
   });

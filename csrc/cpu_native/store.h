@@ -17,6 +17,7 @@ struct StoreParams {
   const int64_t* slots = nullptr;  // [T], negative: skip the row
   int64_t tokens = 0;
   int32_t threads = 1;
+  Isa isa = Isa::kPortable;
 };
 
 struct LoadParams {
@@ -26,6 +27,7 @@ struct LoadParams {
   const int64_t* slots = nullptr;     // [T], negative: zeros
   int64_t tokens = 0;
   int32_t threads = 1;
+  Isa isa = Isa::kPortable;
 };
 
 struct ConvertParams {
@@ -34,6 +36,7 @@ struct ConvertParams {
   const int64_t* dst_slots = nullptr;
   int64_t entries = 0;
   int32_t threads = 1;
+  Isa isa = Isa::kPortable;
 };
 
 // Each does its work and returns -1; or writes nothing and returns the largest slot that it would

@@ -9,15 +9,18 @@ namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
 namespace {
 
+// Bytes of a row up to which only its start is looked up ahead.
+constexpr int64_t kShortRow = 768;
+
 constexpr int kPad = 16;  // kernels take rows in groups of at most this many
 
 struct Tile {
   const PlaneParams* plane;
   int64_t chunk;
-  int32_t first, last;   // rows outside [first, last) are zeros
-  uint64_t seen;         // bit n: some lane sees row n; the other rows are zeros
-  uint64_t seen_by_all;  // bit n: every lane sees row n
-  int64_t base;          // entry of row 0, where the tile is cut from a range
+  int32_t first, last;  // rows outside [first, last) are zeros
+  RowBits seen;         // bit n: some lane sees row n; the other rows are zeros
+  RowBits seen_by_all;  // bit n: every lane sees row n
+  int64_t base;         // entry of row 0, where the tile is cut from a range
   const char* k[kTile + kPad];
   const char* rope[kTile + kPad];
   const char* v[kTile + kPad];
@@ -40,51 +43,55 @@ class Prefetcher {
  public:
   // All of the tile's rows (none without a tile), spread over `calls` calls of `step`.
   void open(const Tile* tile, int64_t calls) {
-    tile_ = tile;
+    lines_ = 0;
     if (!tile) return;
-    row_ = tile->first;
-    part_ = 0;
-    at_ = 0;
     const PlaneParams& plane = *tile->plane;
-    rows_[0] = tile->k;
-    rows_[1] = tile->v;
-    rows_[2] = tile->rope;
-    bytes_[0] = row_bytes(plane.k);
-    bytes_[1] = row_bytes(plane.v);
-    bytes_[2] = row_bytes(plane.rope);
+    parts_ = 0;
     int64_t lines = 0;
-    for (int64_t bytes : bytes_) lines += (bytes + kLine - 1) / kLine;
-    lines_ = ((tile->last - tile->first) * lines + calls - 1) / calls;
+    const auto add = [&](const char* const* rows, const PagedRows& of) {
+      if (of.dim == 0) return;
+      rows_[parts_] = rows;
+      bytes_[parts_++] = bytes_of(of.type, of.dim);
+      lines += bytes_of(of.type, of.dim) / kLine + 1;
+    };
+    add(tile->k, plane.k);
+    add(tile->v, plane.v);
+    add(tile->rope, plane.rope);
+    row_ = tile->first;
+    end_ = tile->last;
+    open_row(0);
+    lines_ = ((end_ - row_) * lines + calls - 1) / calls;
   }
 
   SPARSE_ATTN_INLINE void step() {
-    for (int64_t i = 0; tile_ && i < lines_; ++i) {
-      while (at_ >= bytes_[part_]) {
-        at_ = 0;
-        if (++part_ < 3) continue;
-        part_ = 0;
-        if (++row_ == tile_->last) {
-          tile_ = nullptr;
-          return;
-        }
-      }
-      prefetch(rows_[part_][row_] + at_);
+    for (int64_t i = 0; i < lines_; ++i) {
+      prefetch(at_);
       at_ += kLine;
+      if (at_ >= row_end_) next_row();
     }
   }
 
  private:
   static constexpr int64_t kLine = 64;
 
-  static int64_t row_bytes(const PagedRows& rows) { return bytes_of(rows.type, rows.dim); }
+  void open_row(int part) {
+    part_ = part;
+    at_ = rows_[part][row_];
+    row_end_ = at_ + bytes_[part];
+  }
 
-  const Tile* tile_ = nullptr;
+  void next_row() {
+    if (part_ + 1 < parts_) return open_row(part_ + 1);
+    if (++row_ < end_) return open_row(0);
+    lines_ = 0;
+  }
+
   const char* const* rows_[3];
   int64_t bytes_[3];
-  int64_t lines_ = 0;
-  int32_t row_ = 0;
-  int part_ = 0;
-  int64_t at_ = 0;
+  int parts_ = 0, part_ = 0;
+  int32_t row_ = 0, end_ = 0;
+  const char *at_ = nullptr, *row_end_ = nullptr;
+  int64_t lines_ = 0;  // of a step
 };
 
 class TileStream {
@@ -175,8 +182,8 @@ class TileStream {
 
   // False if no lane sees any of the next kTile entries.
   bool fill_from_range(Tile* tile) {
-    const uint64_t seen_by_all = row_bits(every_.low - position_, every_.high - position_);
-    uint64_t seen = seen_by_all;
+    const RowBits seen_by_all = row_bits(every_.low - position_, every_.high - position_);
+    RowBits seen = seen_by_all;
     for (int32_t r = 0; r < block_.rows && ~seen; ++r) {
       const EntryRange range = range_of(r);
       seen |= row_bits(range.low - position_, range.high - position_);
@@ -196,8 +203,8 @@ class TileStream {
         failed_ = true;
         return false;
       }
-      const uint64_t unseen = ~(seen >> n);
-      int64_t run = unseen ? __builtin_ctzll(unseen) : kTile;
+      const RowBits unseen = ~(seen >> n);
+      int64_t run = unseen ? first_of(unseen) : kTile;
       if (run > plane_->page_size - first.offset) run = plane_->page_size - first.offset;
       for (int32_t i = 0; i < run; ++i) places_[i] = {first.page, first.offset + i};
       place(tile, n, static_cast<int32_t>(run), places_);
@@ -206,13 +213,13 @@ class TileStream {
     return true;
   }
 
-  void start(Tile* tile, uint64_t seen, uint64_t seen_by_all) {
+  void start(Tile* tile, RowBits seen, RowBits seen_by_all) {
     tile->plane = plane_;
     tile->chunk = chunk_;
     tile->seen = seen;
     tile->seen_by_all = seen_by_all;
-    tile->first = __builtin_ctzll(seen);
-    tile->last = 64 - __builtin_clzll(seen);
+    tile->first = first_of(seen);
+    tile->last = end_of(seen);
     for (int32_t n = 0; n < tile->first; ++n) clear(tile, n);
     for (int32_t n = tile->last; n < kTile; ++n) clear(tile, n);
   }
@@ -235,8 +242,9 @@ class TileStream {
     if (plane_->v_scale.dim > 0) place_scales(plane_->v_scale, count, places, tile->v_scale + n);
   }
 
-  // Also fetches the ends of each row. That looks its pages up before the prefetches that follow,
-  // which would wait for the look-up one by one.
+  // Also fetches the ends of each row, of short ones, which rarely lie in two pages, the start.
+  // That looks their pages up before the prefetches that follow, which would wait for the look-up
+  // one by one.
   void place_rows(const PagedRows& rows, int32_t count, const Place* places,
                   const char** to) const {
     const char* data = rows.data + block_.kv_head * rows.head_stride;
@@ -246,7 +254,7 @@ class TileStream {
           data + places[i].page * rows.page_stride + places[i].offset * rows.entry_stride;
       to[i] = row;
       prefetch(row);
-      prefetch(row + last_byte);
+      if (last_byte > kShortRow) prefetch(row + last_byte);
     }
   }
 

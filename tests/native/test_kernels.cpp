@@ -149,7 +149,7 @@ struct Plane {
     for (const Section& section : info_of(format).sections) {
       for (const PartSize& size : section.parts) {
         if (size.part == Part::kNone) continue;
-        const PartPlace place = place_of(format, size.part, page_size);
+        const PartPlace place = place_of(format, size.part, page_size, rows.entry_stride);
         const int64_t step = planar(format) ? place.step : rows.entry_stride;
         result.push_back({size.part,
                           memory.data() + page * rows.page_stride + place.first + offset * step,

@@ -1,0 +1,84 @@
+// The loops of `limits`, compiled once for each instruction set. The including file defines
+// SPARSE_ATTN_ISA, the namespace, and SPARSE_ATTN_LIMIT_KERNELS, the name of the table of entry
+// points.
+#pragma once
+
+#include "limits.h"
+#include "simd.h"
+
+namespace sparse_attn {
+namespace SPARSE_ATTN_ISA {
+namespace {
+
+// Sums that do not wait for each other.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kSums = 16;
+#else
+constexpr int kSums = 8;
+#endif
+
+// Makes the compiler forget what it knows of x.
+template <class Vector>
+SPARSE_ATTN_INLINE void forget(Vector& x) {
+#if defined(__x86_64__)
+  asm volatile("" : "+v"(x));
+#else
+  asm volatile("" : "+w"(x));
+#endif
+}
+
+// Repeats step(a, b, sum) for every sum. Returns all operations, `operations` a step.
+template <class Vector, class Step>
+SPARSE_ATTN_INLINE double repeat(int64_t rounds, double operations, const Step& step) {
+  Vector sum[kSums] = {}, a = {}, b = {};
+#pragma GCC unroll 16
+  for (int j = 0; j < kSums; ++j) forget(sum[j]);  // else they were all the same
+  for (int64_t i = 0; i < rounds; ++i) {
+    forget(a);
+#pragma GCC unroll 16
+    for (int j = 0; j < kSums; ++j) sum[j] = step(a, b, sum[j]);
+  }
+#pragma GCC unroll 16
+  for (int j = 0; j < kSums; ++j) forget(sum[j]);
+  return operations * kSums * static_cast<double>(rounds);
+}
+
+double fp32(int64_t rounds) {
+  return repeat<Floats>(rounds, 2 * kWidth,
+                        [](Floats a, Floats b, Floats sum) { return fma(a, b, sum); });
+}
+
+#if defined(__AVX512BF16__)
+double bf16(int64_t rounds) {
+  return repeat<Floats>(rounds, 4 * kWidth,
+                        [](Floats a, Floats b, Floats sum) { return dot_bf16(a, b, sum); });
+}
+
+double int8(int64_t rounds) {
+  return repeat<Ints>(rounds, 8 * kWidth, [](Ints a, Ints b, Ints sum) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+  });
+}
+#else
+constexpr double (*bf16)(int64_t) = nullptr;
+constexpr double (*int8)(int64_t) = nullptr;
+#endif
+
+void read(const char* block, const char* next) {
+  constexpr int64_t kPage = 4096;
+  for (int64_t at = 0; at < kLimitBlock; at += kPage) prefetch(next + at);
+  Floats sum = {};
+  for (int64_t at = 0; at < kLimitBlock; at += 64) {
+    prefetch(next + at);
+    for (int64_t i = 0; i < 64; i += kBytes) sum += load(block + at + i);
+  }
+  forget(sum);
+}
+
+}  // namespace
+}  // namespace SPARSE_ATTN_ISA
+
+extern const LimitKernels SPARSE_ATTN_LIMIT_KERNELS = {
+    SPARSE_ATTN_ISA::fp32, SPARSE_ATTN_ISA::bf16, SPARSE_ATTN_ISA::int8, SPARSE_ATTN_ISA::read};
+
+}  // namespace sparse_attn

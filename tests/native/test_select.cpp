@@ -1,0 +1,211 @@
+// `select` of csrc/cpu_native on random hostile calls, against plain loops in double precision.
+//
+// Every tensor is an allocation of exactly its size. Entries that no row sees hold NaN, page tables
+// hold rubbish outside of what is seen.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "common/decode.h"
+#include "common/number.h"
+#include "cpu_native/select.h"
+
+namespace {
+
+using namespace sparse_attn;
+
+std::mt19937_64 generator(1);
+
+int64_t below(int64_t n) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(n)); }
+int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
+float normal() { return std::normal_distribution<float>()(generator); }
+
+#define CHECK(condition, ...)                                \
+  do {                                                       \
+    if (!(condition)) {                                      \
+      printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      printf(__VA_ARGS__);                                   \
+      printf("\n");                                          \
+      exit(1);                                               \
+    }                                                        \
+  } while (0)
+
+constexpr int64_t kSizes[] = {1, 3, 8, 16, 32, 48, 64};
+
+// Numbers of bf16 or fp32, which both read back exactly.
+struct Numbers {
+  explicit Numbers(int64_t count, bool bf16_, float fill) : bf16(bf16_) {
+    bytes.resize(static_cast<size_t>(count * size()));
+    bytes.shrink_to_fit();
+    for (int64_t i = 0; i < count; ++i) set(i, fill);
+  }
+
+  int64_t size() const { return bf16 ? 2 : 4; }
+
+  void set(int64_t i, float x) {
+    const uint16_t half = float_to_bf16(x);
+    memcpy(bytes.data() + i * size(), bf16 ? static_cast<const void*>(&half) : &x,
+           static_cast<size_t>(size()));
+  }
+
+  double at(int64_t i) const {
+    return read_number(bf16 ? Number::kBf16 : Number::kFp32, bytes.data(), i);
+  }
+
+  bool bf16;
+  std::vector<char> bytes;
+};
+
+struct Call {
+  SelectParams p;
+  std::vector<int32_t> starts, lengths, table;
+  std::vector<double> scores;  // [T, lists, longest]
+  int64_t longest = 0;
+};
+
+// Fails unless the outputs are the best of what each row sees. `error`: of a score.
+void check(const Call& c, const char* isa, const std::vector<int32_t>& indices,
+           const std::vector<int32_t>& counts, double error) {
+  const SelectParams& p = c.p;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (int64_t t = c.starts[b]; t < c.starts[b + 1]; ++t) {
+      const int64_t seen = std::max<int64_t>(c.lengths[b] - (c.starts[b + 1] - t) + 1, 0);
+      for (int64_t list = 0; list < p.lists; ++list) {
+        const int64_t at = t * p.lists + list, count = counts[static_cast<size_t>(at)];
+        CHECK(count == std::min(seen, p.k), "%s row %d: %d", isa, int(t), int(count));
+        const double* scores = c.scores.data() + at * c.longest;
+        std::vector<double> sorted(scores, scores + seen);
+        std::sort(sorted.rbegin(), sorted.rend());
+        int64_t before = -1;
+        for (int64_t i = 0; i < p.k; ++i) {
+          const int64_t index = indices[static_cast<size_t>(at * p.k + i)];
+          if (i >= count) {
+            CHECK(index == -1, "%s row %d: %d after the list", isa, int(t), int(index));
+            continue;
+          }
+          CHECK(index > before && index < seen, "%s row %d: index %d", isa, int(t), int(index));
+          before = index;
+          CHECK(scores[index] >= sorted[static_cast<size_t>(count - 1)] - error,
+                "%s row %d list %d: entry %d scores %g, the last %g", isa, int(t), int(list),
+                int(index), scores[index], sorted[static_cast<size_t>(count - 1)]);
+        }
+      }
+    }
+  }
+}
+
+void run_case() {
+  Call c;
+  SelectParams& p = c.p;
+  const bool bf16 = below(2);
+  p.batch = between(1, 3);
+  p.lists = static_cast<int32_t>(between(1, 2));
+  p.key_heads = below(2) ? p.lists : 1;
+  p.heads = static_cast<int32_t>(p.lists * kSizes[below(7)]);
+  p.dim = static_cast<int32_t>(below(3) ? 8 * between(1, 16) : between(1, 70));
+  p.k = between(1, 300);
+  p.scale = 0.5;
+  p.score = static_cast<Score>(below(3));
+  const int64_t page_size = between(1, 70);
+  c.starts = {0};
+  for (int64_t b = 0; b < p.batch; ++b) {
+    c.starts.push_back(c.starts.back() + static_cast<int32_t>(below(4)));
+    c.lengths.push_back(static_cast<int32_t>(below(4) ? between(0, 900) : between(0, 5000)));
+    c.longest = std::max<int64_t>(c.longest, c.lengths.back());
+  }
+  p.tokens = c.starts.back();
+  p.max_seqlen_q = 4;
+  p.max_seq_len = c.longest;
+  const int64_t columns = c.longest / page_size + 1, pages = columns * p.batch;
+  Numbers keys(pages * page_size * p.key_heads * p.dim, bf16, NAN);
+  Numbers q(p.tokens * p.heads * p.dim, bf16, 0), weights(p.tokens * p.heads, bf16, 0);
+  for (int64_t i = 0; i < p.tokens * p.heads * p.dim; ++i) q.set(i, normal());
+  for (int64_t i = 0; i < p.tokens * p.heads; ++i) weights.set(i, normal());
+  std::vector<int32_t> order(static_cast<size_t>(pages));
+  for (int64_t i = 0; i < pages; ++i) order[static_cast<size_t>(i)] = static_cast<int32_t>(i);
+  std::shuffle(order.begin(), order.end(), generator);
+  c.table.assign(static_cast<size_t>(pages), INT32_MIN);
+  c.scores.assign(static_cast<size_t>(p.tokens * p.lists * c.longest), 0);
+  const int64_t heads = p.heads / p.lists;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (int64_t e = 0; e < c.lengths[b]; ++e) {
+      const int64_t column = b * columns + e / page_size;
+      const int64_t page = c.table[static_cast<size_t>(column)] =
+          order[static_cast<size_t>(column)];
+      const int64_t entry = (page * page_size + e % page_size) * p.key_heads * p.dim;
+      for (int64_t i = 0; i < p.key_heads * p.dim; ++i) keys.set(entry + i, normal());
+      for (int64_t t = c.starts[b]; t < c.starts[b + 1]; ++t) {
+        for (int64_t h = 0; h < p.heads; ++h) {
+          double product = 0;
+          const int64_t key = entry + h * p.key_heads / p.heads * p.dim;
+          for (int64_t d = 0; d < p.dim; ++d)
+            product += q.at((t * p.heads + h) * p.dim + d) * keys.at(key + d);
+          const double weight = weights.at(t * p.heads + h);
+          double& score = c.scores[static_cast<size_t>((t * p.lists + h / heads) * c.longest + e)];
+          const double term =
+              p.scale * weight * (p.score == Score::kReluSum ? std::max(product, 0.0) : product);
+          score = p.score == Score::kMax && h % heads > 0 ? std::max(score, term)
+                  : p.score == Score::kMax                ? term
+                                                          : score + term;
+        }
+      }
+    }
+  }
+  p.q = q.bytes.data();
+  p.q_strides[0] = p.heads * p.dim * q.size();
+  p.q_strides[1] = p.dim * q.size();
+  p.q_format = p.weight_format = bf16 ? Format::kBf16 : Format::kFp32;
+  p.weights = weights.bytes.data();
+  p.weight_strides[0] = p.heads * q.size();
+  p.weight_strides[1] = q.size();
+  p.cu_seqlens_q = c.starts.data();
+  p.seq_lens = c.lengths.data();
+  p.keys.given = true;
+  p.keys.k = {keys.bytes.data(),
+              page_size * p.key_heads * p.dim * q.size(),
+              p.key_heads * p.dim * q.size(),
+              p.dim * q.size(),
+              p.dim,
+              bf16 ? Number::kBf16 : Number::kFp32};
+  p.keys.pages = pages;
+  p.keys.page_size = page_size;
+  p.keys.page_table = c.table.data();
+  p.keys.page_table_stride = p.keys.max_pages = columns;
+  const double error = 1e-4 * static_cast<double>(heads) * sqrt(static_cast<double>(p.dim));
+  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
+    if (!supported(isa)) continue;
+    std::vector<int32_t> first;
+    for (int32_t threads : {1, 3}) {
+      std::vector<int32_t> indices(static_cast<size_t>(p.tokens * p.lists * p.k));
+      std::vector<int32_t> counts(static_cast<size_t>(p.tokens * p.lists));
+      p.indices = indices.data();
+      p.counts = counts.data();
+      p.threads = threads;
+      p.isa = isa;
+      const CallStatus status = select(p);
+      CHECK(status.error == CallError::kNone, "%s: error %d", kIsaNames[int(isa)],
+            int(status.error));
+      check(c, kIsaNames[int(isa)], indices, counts, error);
+      CHECK(threads == 1 || indices == first, "%s: threads change a list", kIsaNames[int(isa)]);
+      first = indices;
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? atoi(argv[1]) : 100;
+  for (int i = 0; i < rounds; ++i) run_case();
+  printf("passed:");
+  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
+    if (supported(isa)) printf(" %s", kIsaNames[static_cast<int>(isa)]);
+  }
+  printf("\n");
+  return 0;
+}
