@@ -43,7 +43,7 @@ help:
 	@echo "make test-cuda-offline  kernels for CUDA, interpreted, and compiled without a device"
 	@echo "make lint          style and types only"
 	@echo "make format        correct the style"
-	@echo "make bench         run the benchmarks"
+	@echo "make bench         time the ops beside the machine's limits and other programs"
 	@echo "make clean         remove what was built, and .venv"
 
 demo: $(STAMPS)/demo
@@ -113,7 +113,7 @@ format: $(STAMPS)/test
 	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
 bench: $(STAMPS)/test
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python -m sparse_attn bench --suite cpu $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -8,7 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-SUITES = {"serving": "admission by memory and compute against a static limit, on a real model: docs/serving.md"}
+SUITES = {
+    "cpu": "the ops beside the machine's limits and what else computes the same: docs/benchmarks.md",
+    "serving": "admission by memory and compute against a static limit, on a real model: docs/serving.md",
+}
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 

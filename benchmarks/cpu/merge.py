@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 import torch
-from attend import VARIANTS, Case
 from torch import Tensor
 
 from sparse_attn import resolve
 from sparse_attn.ops.merge import Merge
 from sparse_attn.ops.select_merge import SelectMerge
 
+from .timing import OURS, Case
 
-def cases() -> Iterator[Callable[[], Case]]:
-    """Makers of every case; each holds its memory only while it is measured."""
-    for parts in (2, 8):
-        for dtype in (torch.float32, torch.bfloat16):
-            yield partial(make_merge, parts, dtype)
-    yield partial(make_select_merge, 4)
-    yield partial(make_select_merge, 16)
-
-
-def name_of(parts: int, dtype: torch.dtype | None = None) -> str:
-    if dtype is None:
-        return f"select_merge {parts} x 2048"
-    return f"merge {parts} parts, {str(dtype).removeprefix('torch.')}"
+VARIANTS = 4
 
 
 def make_merge(parts: int, dtype: torch.dtype) -> Case:
@@ -47,7 +34,7 @@ def make_merge(parts: int, dtype: torch.dtype) -> Case:
 
     elements = calls[0].outs.numel()
     moved = (elements + elements // parts) * dtype.itemsize
-    return Case(name_of(parts, dtype), {"sparse_attn": run, "torch": peer}, 2.0 * elements, float(moved))
+    return case(f"merge {parts} parts, {str(dtype).removeprefix('torch.')}", run, peer, moved)
 
 
 def make_select_merge(shards: int) -> Case:
@@ -74,11 +61,12 @@ def make_select_merge(shards: int) -> Case:
         scores.gather(-1, places)
         return numbers.gather(-1, places).sort(-1).values
 
-    moved = 8 * calls[0].shard_indices.numel() + 8 * 16 * 2048
-    return Case(name_of(shards), {"sparse_attn": run, "torch": peer}, 0, float(moved))
+    return case(f"select_merge {shards} x 2048", run, peer, 8 * calls[0].shard_indices.numel() + 8 * 16 * 2048)
 
 
-def check(case: Case) -> None:
-    """Raise if the peer joins to something else."""
-    ours, theirs = (function(0) for function in case.functions.values())
-    torch.testing.assert_close(theirs, ours, atol=2e-2, rtol=2e-2)
+def case(name: str, run: Callable[[int], Tensor], peer: Callable[[int], Tensor], moved: int) -> Case:
+    def check() -> None:
+        """Raise if the peer joins to something else."""
+        torch.testing.assert_close(peer(0), run(0), atol=2e-2, rtol=2e-2)
+
+    return Case(name, {OURS: run, "torch": peer}, VARIANTS, bytes=float(moved), limit="copy", check=check)

@@ -6,21 +6,22 @@ into the plane. It keeps no state: steps end at whole groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from attend import VARIANTS, Case
 from torch import Tensor
 
 from sparse_attn import layout, resolve
 from sparse_attn.ops.compress import Compress
+from sparse_attn.registry import Impl
+
+from .timing import OURS, Case
 
 PAGE = 64
+VARIANTS = 4
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shape:
     name: str
     stride: int
@@ -39,17 +40,6 @@ SHAPES = (
     Shape("V4 ratio 4, bf16", 4, 8, 512, "bf16"),
 )
 STEPS = {"prefill 4K": (1, 4096), "decode, batch 64": (64, 1)}
-
-
-def cases() -> Iterator[Callable[[], Case]]:
-    """Makers of every case; each holds its memory only while it is measured."""
-    for shape in SHAPES:
-        for step in STEPS:
-            yield partial(make, shape, step)
-
-
-def name_of(shape: Shape, step: str) -> str:
-    return f"{shape.name}, {step}"
 
 
 def make(shape: Shape, step: str) -> Case:
@@ -89,15 +79,17 @@ def make(shape: Shape, step: str) -> Case:
 
     variants = [variant() for _ in range(VARIANTS)]
     impl = resolve("compress", **dict(variants[0]._asdict()))
-    functions = {"sparse_attn": lambda i: run(impl, variants[i])}
+    functions = {OURS: lambda i: run(impl, variants[i])}
     if shape.format == "bf16" and new >= shape.span:
         functions["torch"] = lambda i: peer(shape, variants[i])
     moved = batch * new * width * per_token * 2 + batch * (new // shape.stride or 1) * format.entry_bytes(shape.dim)
-    flops = 4.0 * batch * max(new, shape.span) * width
-    return Case(name_of(shape, step), functions, flops=flops, bytes=float(moved))
+    case = Case(f"compress {shape.name}, {step}", functions, VARIANTS, 4.0 * batch * max(new, shape.span) * width)
+    case.bytes, case.limit = float(moved), "copy"
+    case.check = lambda: check(case)
+    return case
 
 
-def run(impl, a: Compress) -> Tensor:
+def run(impl: Impl, a: Compress) -> Tensor:
     impl.run(a, None)
     return a.plane
 

@@ -1,16 +1,14 @@
-"""Cases of `store`, `load` and `convert`: 4096 rows of released models' planes, with the same in eager torch as a peer.
+"""Cases of `store`, `load` and `convert`: many rows of released models' planes, with the same in eager torch as a peer.
 
 The peer quantises with torch's own casts, and scatters or gathers parts of entries by index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from attend import VARIANTS, Case
 from torch import Tensor
 
 from sparse_attn import layout, load, resolve
@@ -18,31 +16,13 @@ from sparse_attn.ops.convert import Convert
 from sparse_attn.ops.load import Load
 from sparse_attn.ops.store import Store
 
-ROWS, PAGE, DIM = 4096, 64, 512
+from .timing import OURS, Case
+
+ROWS, PAGE, DIM = 16384, 64, 512
+VARIANTS = 4
 
 Plane = tuple[Tensor, Tensor | None]
-Results = Callable[[], list[Tensor]]
-
-
-@dataclass
-class Rows(Case):
-    results: Results
-    """What each function gave, as rows, after each was called with variant 0."""
-
-
-def cases() -> Iterator[Callable[[], Case]]:
-    """Makers of every case; each holds its memory only while it is measured."""
-    for format in ENCODE:
-        yield partial(make_store, f"store {format}", format)
-    for format in DECODE:
-        yield partial(make_load, f"load {format}", format)
-    yield partial(make_move, "convert bf16, whole pages", "bf16", "bf16")
-    yield partial(make_move, "convert fp8_v41 to planar", "fp8_v41", "fp8_v41_planar")
-    yield partial(make_move, "convert bf16 to fp8_v41", "bf16", "fp8_v41")
-
-
-def name_of(name: str, *_: str) -> str:
-    return name
+Peer = Callable[[int], Tensor]
 
 
 def new_plane(format: str) -> Plane:
@@ -132,7 +112,7 @@ def traffic(*formats: str) -> float:
     return float(ROWS * sum(layout.FORMATS[format].entry_bytes(DIM) for format in formats))
 
 
-def make_store(name: str, format: str) -> Case:
+def make_store(format: str) -> Case:
     torch.manual_seed(0)
     rows, ours, theirs = torch.randn(ROWS, 1, DIM).bfloat16(), new_plane(format), new_plane(format)
     slots = [torch.randperm(ROWS) for _ in range(VARIANTS)]
@@ -147,13 +127,12 @@ def make_store(name: str, format: str) -> Case:
         ENCODE[format](theirs, slots[i], rows)
         return theirs[0]
 
-    functions = {"sparse_attn": run, "torch": peer}
-    return Rows(
-        name, functions, 0, traffic("bf16", format), lambda: [read(format, p, slots[0]) for p in (ours, theirs)]
+    return case(
+        f"store {format}", run, peer, ("bf16", format), lambda: [read(format, p, slots[0]) for p in (ours, theirs)]
     )
 
 
-def make_load(name: str, format: str) -> Case:
+def make_load(format: str) -> Case:
     torch.manual_seed(0)
     plane, slots = new_plane(format), [torch.randperm(ROWS) for _ in range(VARIANTS)]
     ENCODE[format](plane, torch.arange(ROWS), torch.randn(ROWS, 1, DIM).bfloat16())
@@ -165,11 +144,13 @@ def make_load(name: str, format: str) -> Case:
         impl.run(calls[i], out)
         return out
 
-    functions = {"sparse_attn": run, "torch": lambda i: DECODE[format](plane, slots[i])}
-    return Rows(name, functions, 0, traffic(format, "bf16"), lambda: [f(0) for f in functions.values()])
+    def peer(i: int) -> Tensor:
+        return DECODE[format](plane, slots[i])
+
+    return case(f"load {format}", run, peer, (format, "bf16"), lambda: [run(0), peer(0)])
 
 
-def make_move(name: str, src: str, dst: str) -> Case:
+def make_convert(src: str, dst: str) -> Case:
     """Whole pages, in another order."""
     torch.manual_seed(0)
     origin, ours, theirs = new_plane(src), new_plane(dst), new_plane(dst)
@@ -197,14 +178,19 @@ def make_move(name: str, src: str, dst: str) -> Case:
     def results() -> list[Tensor]:
         return [read(dst, p, targets[0]) for p in (ours, theirs)]
 
-    return Rows(name, {"sparse_attn": run, "torch": peer}, 0, traffic(src, dst), results)
+    return case(f"convert {src} to {dst}", run, peer, (src, dst), results)
 
 
-def check(case: Case) -> None:
-    """Raise if the peer writes or reads other rows."""
-    assert isinstance(case, Rows)
-    for function in case.functions.values():
-        function(0)
-    ours, theirs = case.results()
-    differ = (theirs.float() - ours.float()).abs() > 0.05  # a step of int8, whose scale the peer rounds to nearest
-    assert differ.float().mean() < 1e-2, case.name  # the peer of fp4 rounds ties down
+def case(name: str, run: Peer, peer: Peer, formats: tuple[str, str], results: Callable[[], list[Tensor]]) -> Case:
+    made = Case(name, {OURS: run, "torch": peer}, VARIANTS, bytes=traffic(*formats), limit="copy")
+
+    def check() -> None:
+        """Raise if the peer writes or reads other rows."""
+        for function in made.functions.values():
+            function(0)
+        ours, theirs = results()
+        differ = (theirs.float() - ours.float()).abs() > 0.05  # a step of int8, whose scale the peer rounds to nearest
+        assert differ.float().mean() < 1e-2, name  # the peer of fp4 rounds ties down
+
+    made.check = check
+    return made

@@ -1,0 +1,70 @@
+"""``python -m sparse_attn bench --suite cpu``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PINNED = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+"""What the OpenMP runtime must read before torch starts it: threads that move count each other's work."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m sparse_attn bench --suite cpu", description=__doc__)
+    made.add_argument("--only", default="", metavar="TEXT", help="groups whose name contains this text")
+    made.add_argument("--quick", action="store_true", help="one case of each kind, without peers that torch compiles")
+    made.add_argument("--no-compile", action="store_true", help="without peers that torch compiles, which take minutes")
+    made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    made.add_argument("--seconds", type=float, default=0.0, metavar="S", help="about so long for each case")
+    form = made.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="rows as JSON")
+    form.add_argument("--markdown", action="store_true", help="rows as a page")
+    made.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to a file")
+    made.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the rows (needs matplotlib)")
+    made.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: show the rows of such a file")
+    made.add_argument("--against", type=Path, metavar="FILE", help="fail if a ratio is worse than in such a file")
+    made.add_argument("--slack", type=float, default=0.1, metavar="PART", help="how much worse it may be (0.1)")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parser().parse_args(argv)
+    if options.read is None and any(name not in os.environ for name in PINNED):
+        os.environ.update(PINNED | {"OMP_NUM_THREADS": str(options.threads)})
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "sparse_attn", "bench", "--suite", "cpu", *argv, f"--threads={options.threads}"],
+        )
+    from . import report
+
+    result = report.load(options.read) if options.read else measured(options)
+    if options.output:
+        options.output.write_text(report.as_json(result) + "\n")
+    if options.plots:
+        report.draw(result, options.plots)
+    form = report.as_json if options.json else report.markdown if options.markdown else report.table
+    print(form(result))
+    if options.against is None:
+        return 0
+    worse = report.worse(result, report.load(options.against), options.slack)
+    for line in worse:
+        print(line, file=sys.stderr)
+    return 1 if worse else 0
+
+
+def measured(options: argparse.Namespace) -> dict:
+    from . import machine, report, suite
+
+    budget = options.seconds or (0.5 if options.quick else 1.0)
+    limits, rows = suite.run(
+        options.only,
+        options.quick,
+        not options.no_compile,
+        options.threads,
+        budget,
+        lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    return report.result(machine.described(), limits, rows)

@@ -1,0 +1,79 @@
+"""What the machine can do at most, measured by loops of the native module that do nothing else."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import statistics
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparse_attn import env
+
+LIMITS = {
+    "fp32": ("fp32 peak", "GFLOP/s"),
+    "bf16": ("bf16 peak", "GFLOP/s"),
+    "int8": ("int8 peak", "GOP/s"),
+    "copy": ("copy bandwidth", "GB/s"),
+    "blocks": ("16 KB block bandwidth", "GB/s"),
+}
+"""What each is called, and its unit, in thousands of millions a second. ``copy`` counts bytes read and written."""
+MEMORY = 1 << 30
+
+
+def huge(size: int) -> mmap.mmap:
+    """Memory in huge pages, where the system grants them."""
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def pool(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor in huge pages. Numbers repeat those of a small tensor: times do not depend on them."""
+    count = torch.Size(shape).numel()
+    tensor = torch.frombuffer(huge(max(count * dtype.itemsize, 1)), dtype=dtype, count=count)
+    some = torch.randn(min(count, 1 << 20)).to(dtype)
+    for part in tensor.split(len(some)):
+        part.copy_(some[: len(part)])
+    return tensor.view(shape)
+
+
+def measure(rounds: int = 5) -> dict[str, float]:
+    """Every limit on torch's number of threads, in 1e9 operations or bytes a second. Absent: no such instruction."""
+    native = import_module("sparse_attn._cpu_native")
+    names = native.instruction_sets()
+    wanted = env.CPU_ISA.get()
+    isa = len(names) - 1 if wanted == "auto" else names.index(wanted)
+    memory = huge(MEMORY)
+    memory.write(bytes(MEMORY))
+    threads = torch.get_num_threads()
+    found = {}
+    for limit in LIMITS:
+        rates = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            work = native.work_at_limit(limit, memory, threads, isa)
+            rates.append(work / (time.perf_counter() - start) / 1e9)
+        if max(rates) > 0:
+            found[limit] = statistics.quantiles(rates, n=4)[2]  # the upper quartile: a neighbour only takes away
+    return found
+
+
+def described() -> dict[str, str]:
+    """What a reader needs to know of where figures come from."""
+    native = import_module("sparse_attn._cpu_native")
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
+    wanted = env.CPU_ISA.get()
+    return {
+        "processor": ", ".join(sorted(names)) or platform.processor() or platform.machine(),
+        "instruction set": native.instruction_sets()[-1] if wanted == "auto" else wanted,
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+    }
