@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +123,12 @@ def test_every_group_of_the_suite_has_a_short_case_or_is_long_by_nature():
     every = list(suite.plans(True))
     short = {plan.group for plan in every if plan.quick}
     assert {"V3.2 decode", "V4 decode", "Packed rows", "GQA decode, blocks", "select", "Prefill", "Rows"} <= short
+
+
+def test_the_page_shows_the_rows_of_the_last_run():
+    root = Path(__file__).parents[1]
+    result = report.load(max((root / "benchmarks" / "results").glob("cpu-*.json")))
+    page = (root / "docs" / "benchmarks.md").read_text()
+    assert page.split("<!-- rows -->")[1].strip() == report.markdown(result)
+    pictures = {report.picture(group) for group in report.grouped(result)} - {"calls.svg"}
+    assert pictures == {file.name for file in (root / "docs" / "benchmarks").iterdir()}

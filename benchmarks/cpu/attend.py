@@ -166,6 +166,7 @@ def make(
     if (peers and not shape.selected) or dense:
         functions |= dense_peers(shape, calls, compiled)
     name = label(shape, batch, format, win_format if shape.window else "")
+    name += "" if peers or dense else ", alone"
     memory_bound = shape.separate_v and not shape.rows > 1
     case = Case(name, functions, variants, 2.0 * pairs * shape.q_heads * (shape.qk_dim + shape.v_dim), read)
     case.limit = "blocks" if memory_bound else dtype

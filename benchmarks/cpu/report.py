@@ -32,6 +32,13 @@ def load(file: Path) -> Result:
     return loaded
 
 
+PLOTTED = ("of limit", "x", "x of its time")
+
+
+def picture(group: str) -> str:
+    return group.lower().replace(" ", "-").replace(",", "").replace(".", "") + ".svg"
+
+
 def grouped(found: Result) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Rows by group and case."""
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -84,6 +91,8 @@ def markdown(found: Result) -> str:
             others = [row for row in rows if row["unit"] not in ("ms", "us", "of limit")]
             beside = ", ".join(f"{row['peer']} {_cell(row)}" for row in others)
             lines.append(f"| {name} | {times} | {limits} | {beside} |")
+        if any(row["unit"] in PLOTTED for rows in cases.values() for row in rows):
+            lines += ["", f"![{group}](benchmarks/{picture(group)})"]
     return "\n".join(lines)
 
 
@@ -118,7 +127,8 @@ def draw(found: Result, folder: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    pyplot.rcParams["svg.hashsalt"] = "sparse_attn"  # the same rows give the same bytes
+    # The same rows give the same bytes, and texts stay texts.
+    pyplot.rcParams.update({"svg.hashsalt": "sparse_attn", "svg.fonttype": "none"})
     folder.mkdir(parents=True, exist_ok=True)
     for group, cases in grouped(found).items():
         shares = [(name, row) for name, rows in cases.items() for row in rows if row["unit"] == "of limit"]
@@ -134,8 +144,7 @@ def draw(found: Result, folder: Path) -> None:
             _bars(axis, panel)
         plot.suptitle(group)
         plot.tight_layout()
-        name = group.lower().replace(" ", "-").replace(",", "").replace(".", "")
-        plot.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        plot.savefig(folder / picture(group), metadata={"Date": None})
         pyplot.close(plot)
 
 
