@@ -722,13 +722,16 @@ class Scorer {
                                            : &join_keys<Mode, kQkRows, false, false>)
                       : scales_rows() ? &join_keys<Mode, kQkRows, true, true>
                                       : &join_keys<Mode, kQkRows, true, false>;
-    for (int n = tile_->first; n < tile_->last; n += kWidth) {
-      Floats sum[kWidth];
-      for (int i = 0; i < kWidth; i += kQkRows) {
+    constexpr int kKeys = kQkRows > kWidth ? kQkRows : kWidth;
+    static_assert(kPanel % kKeys == 0,
+                  "tiles begin at multiples of kPanel, and are filled up to one");
+    for (int n = tile_->first; n < tile_->last; n += kKeys) {
+      Floats sum[kKeys];
+      for (int i = 0; i < kKeys; i += kQkRows) {
         prefetch_some();
         join(k_ + n + i, p_.dim, q, heads_ / kPanel, weights, key_scale_ + n + i, sum + i);
       }
-      for (int i = 0; i < kWidth; i += 4) {
+      for (int i = 0; i < kKeys; i += 4) {
         transpose_fours(sum + i);
         const FourFloats total =
             add_fours(FourFloats{}, (sum[i] + sum[i + 1]) + (sum[i + 2] + sum[i + 3]));
