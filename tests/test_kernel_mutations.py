@@ -37,15 +37,17 @@ from sparse_attn.ops.attend import Attend
 
 CSRC = Path(__file__).parent.parent / "csrc"
 SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.cpp", "best.cpp", "store.cpp")
-SOURCES += ("compress.cpp", "compress_portable.cpp", "entry.cpp", "merge.cpp", "select_merge.cpp")
-SOURCES += ("parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
+SOURCES += ("compress.cpp", "compress_portable.cpp", "entry.cpp", "entry_portable.cpp", "merge.cpp", "select_merge.cpp")
+SOURCES += ("limits.cpp", "limits_portable.cpp", "parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
 OTHER_ISAS = "".join(
     f"extern const Kernels k{isa}Kernels = {{}}; extern const SelectKernels k{isa}SelectKernels = {{}};"
-    f"extern const CompressEntry k{isa}Compress = nullptr;"
+    f"extern const CompressEntry k{isa}Compress = nullptr; extern const RowKernels k{isa}RowKernels = {{}};"
+    f"extern const LimitKernels k{isa}LimitKernels = {{}};"
     for isa in ("Avx2", "Avx512", "Avx512Bf16")
 )
-INCLUDED_BY = {"../common/encode.h": ["entry.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
-INCLUDED_BY |= {"plane.h": ["arguments.cpp"], "convert.h": ["attend_portable.cpp", "select_portable.cpp"]}
+INCLUDED_BY = {"../common/encode.h": ["entry_portable.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
+INCLUDED_BY |= {"plane.h": ["arguments.cpp"], "../common/layout.h": ["arguments.cpp", "entry.cpp"]}
+INCLUDED_BY |= {"convert.h": ["attend_portable.cpp", "select_portable.cpp", "entry_portable.cpp"]}
 INCLUDED_BY |= dict.fromkeys(("select_kernel.h", "select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
 
 # probe: what notices the fault
@@ -101,11 +103,12 @@ FAULTS = [
     ("nibbles swapped", "../common/encode.h", "codes[2 * i] | codes[2 * i + 1] << 4",
      "codes[2 * i + 1] | codes[2 * i] << 4", STORE),
     ("padding left as it was in entries", "entry.cpp", "  clear_pad(plane, slot);\n", "", STORE),
-    ("planar entries as interleaved", "entry.cpp", "planar(format) ? at.step : strides[1]", "strides[1]", STORE),
+    ("planar entries as interleaved", "../common/layout.h", "planar(format) ? width(section) : entry_stride",
+     "entry_stride", STORE),
     ("-1 stored", "store.cpp", "  if (slot < 0) return;", "  if (slot < -1) return;", STORE),
     ("-1 read", "store.cpp", "  if (slot < 0) {", "  if (slot < -1) {", STORE),
-    ("bf16 rounded down", "store.cpp", "to[i] = float_to_bf16(buffer[i])",
-     "to[i] = static_cast<uint16_t>(bits_of(buffer[i]) >> 16)", STORE),
+    ("bf16 rounded down", "../common/encode.h", "kType == Number::kBf16 ? float_to_bf16(row[i])",
+     "kType == Number::kBf16 ? static_cast<uint16_t>(bits_of(row[i]) >> 16)", STORE),
     ("runs cross pages", "store.cpp", "i + dst.page_size - dst_offset", "end", STORE),
     ("runs over gaps", "store.cpp", "src.strides[1] == row", "true", STORE),
     ("skipped entries converted", "store.cpp", "if (from < 0 || to < 0) return;", "", STORE),
@@ -147,8 +150,8 @@ FAULTS = [
      PACKED),
     ("denormals of e4m3 are zero", "simd.h", "< broadcast_int(8) ? denormal", "< broadcast_int(8) ? Floats{}", PACKED),
     ("e8m0 of another bias", "simd.h", "(0x00400000) : x << 23", "(0x00400000) : (x + 1) << 23", PACKED),
-    ("parts of a planar page in its first entry", "plane.h", "planar(format) ? place.step : entry_stride",
-     "planar(format) ? 0 : entry_stride", PACKED),
+    ("parts of a planar page in its first entry", "../common/layout.h",
+     "planar(format) ? width(section) : entry_stride", "planar(format) ? 0 : entry_stride", PACKED),
     ("planar scales where the last entry ends", "plane.h", "rows.data = data + place.first;",
      "rows.data = data + place.first - (planar(format) && which == Part::kScales ? place.step : 0);", PACKED),
     ("rope elements before the others", "plane.h", "part(Part::kRope, ", "part(Part::kValues, ", PACKED),
@@ -214,8 +217,10 @@ class Build:
         self.flags += [f"-I{path}" for path in includes]
         (folder / "clean").mkdir()
         (folder / "others.cpp").write_text(
-            f'#include "{CSRC}/cpu_native/select_schedule.h"\n#include "{CSRC}/cpu_native/compress_entry.h"\n'
-            f"namespace sparse_attn {{{OTHER_ISAS}}}"
+            "".join(
+                f'#include "{CSRC}/cpu_native/{name}.h"\n' for name in ("select_schedule", "compress_entry", "limits")
+            )
+            + f"namespace sparse_attn {{{OTHER_ISAS}}}"
         )
         self.objects = {name: self.compile(CSRC / "cpu_native" / name, folder / "clean") for name in SOURCES}
         self.objects["module.cpp"] = self.compile(CSRC / "cpu_native" / "module.cpp", folder / "clean")
