@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import median, quantiles
+from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -17,7 +17,8 @@ from sparse_attn.serving.engine import Engine
 from sparse_attn.serving.manager import CacheManager, Saved
 from sparse_attn.serving.memory import PLANE
 from sparse_attn.serving.runner import Runner
-from sparse_attn.serving.scheduler import Event, Plan, Refused, Request, Scheduler, Steps
+from sparse_attn.serving.scheduler import Plan, Request, Scheduler, Steps
+from sparse_attn.serving.simulator import Seen
 
 DOCUMENTS, DOCUMENT = 4, 6144
 PROMPT = {"long": 32, "short": 128}
@@ -107,24 +108,10 @@ class Bench:
 
 
 @dataclass
-class Record:
-    """A request as its client saw it: when it came, and when its tokens did."""
+class Record(Seen):
+    """A request of a kind, as its client saw it."""
 
-    kind: str
-    arrived: float
-    times: list[float] = field(default_factory=list)
-    refused: str = ""
-
-    @property
-    def first(self) -> float:
-        """Seconds to the first token; endless if there was none."""
-        return self.times[0] - self.arrived if self.times else float("inf")
-
-    @property
-    def gap(self) -> float:
-        """The 90th percentile of the seconds between its tokens."""
-        gaps = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-        return quantiles(gaps, n=10, method="inclusive")[-1] if len(gaps) > 1 else sum(gaps)
+    kind: str = ""
 
 
 Arrival = tuple[float, str]
@@ -155,16 +142,9 @@ def serve(bench: Bench, scheduler: Scheduler, arrivals: Sequence[Arrival], secon
     engine = Engine(bench.runner, scheduler, clock=lambda: time.perf_counter() - begin)
 
     def offer(number: int, due: float, kind: str) -> None:
-        record = Record(kind, due)
+        record = Record(due, kind=kind)
         records.append(record)
-
-        def listener(what: Event | Refused) -> None:
-            if isinstance(what, Refused):
-                record.refused = what.reason
-            elif what.token is not None:
-                record.times.append(engine.clock())
-
-        engine.submit(bench.request(number, kind, draw), listener)
+        engine.submit(bench.request(number, kind, draw), record.listener(engine.clock))
 
     coming = iter(enumerate(arrivals))
     following = next(coming, None)

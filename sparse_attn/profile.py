@@ -103,9 +103,7 @@ class Step:
             self.planes |= dict(win_page_table=self._table(), win_page_size=PAGE)
         if layer.sinks:
             self.planes["sinks"] = torch.zeros(layer.q_heads, device=device)
-        self.index: dict[str, Any] = self._plane("keys", index.format, index.heads, index.rows[0])
-        if "keys_scale" in self.index:
-            self.index["key_scale"] = self.index.pop("keys_scale")
+        self.index: dict[str, Any] = self._plane("keys", index.format, index.heads, index.rows[0], "key_scale")
         self.arguments: dict[str, Any] = dict(page_table=self._table(), page_size=PAGE)
         self.attend_arguments = model.attend_arguments(number)
         self.select_arguments = model.select_arguments(number)
@@ -121,7 +119,7 @@ class Step:
         pages = torch.randperm(self.batch * self.pages, device=self.device)
         return pages.int().view(self.batch, self.pages)
 
-    def _plane(self, name: str, format: str, heads: int, dim: int) -> dict[str, Tensor]:
+    def _plane(self, name: str, format: str, heads: int, dim: int, scale_name: str = "") -> dict[str, Tensor]:
         spec = layout.FORMATS[format]
         count = self.batch * self.pages
         shape = spec.shape(count, PAGE, heads, dim)
@@ -131,7 +129,7 @@ class Step:
             slots = torch.arange(page * PAGE, min(page + 64, count) * PAGE, device=self.device)
             rows = torch.randn(len(slots), heads, dim, device=self.device).bfloat16()
             store(rows, plane, slots, scale=scale, format=format, page_size=PAGE)
-        return {name: plane} | ({} if scale is None else {f"{name}_scale": scale})
+        return {name: plane} | ({} if scale is None else {scale_name or f"{name}_scale": scale})
 
     def _lengths(self, length: int) -> dict[str, Any]:
         rows = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * self.queries

@@ -15,6 +15,12 @@ from sparse_attn.ops.store import Store
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LENGTHS, ROWS = (9, 1, 0, 21), (3, 1, 1, 2)
 
+# options of `attend`: a decode step at released dimensions
+ONE_ROW: dict[str, Any] = dict(dtype="bfloat16", lengths=(2500,), rows=(1,), padding=0, page_size=64, win_page_size=64)
+V32 = dict(ONE_ROW, kv_heads=1, qk_dim=576, v_dim=512, index_heads=1, selected=2048)
+V4 = dict(ONE_ROW, planes="main+window", kv_heads=1, qk_dim=512, v_dim=512, index_heads=1, selected=512, sinks=True)
+GQA = dict(ONE_ROW, q_heads=32, kv_heads=8, qk_dim=128, v_dim=128)
+
 
 def plane(
     format: str, pages: int, page_size: int, heads: int, dim: int, g: torch.Generator

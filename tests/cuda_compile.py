@@ -59,26 +59,29 @@ SHOWN = ("attend_kernel", "score_kernel")
 MULTIPLY = (*SHOWN, "sum_kernel")
 """Kernels that multiply matrices."""
 
-_ONE_ROW: dict[str, Any] = dict(dtype="bfloat16", lengths=(2500,), rows=(1,), padding=0, page_size=64, win_page_size=64)
-_V32 = dict(_ONE_ROW, kv_heads=1, qk_dim=576, v_dim=512, index_heads=1, selected=2048)
-_V4 = dict(_ONE_ROW, planes="main+window", kv_heads=1, qk_dim=512, v_dim=512, index_heads=1, selected=512, sinks=True)
-_GQA = dict(_ONE_ROW, q_heads=32, kv_heads=8, qk_dim=128, v_dim=128)
 ATTENDS: dict[str, dict[str, Any]] = {
-    "V3.2, bf16, 128 heads": dict(_V32, q_heads=128, format="bf16"),
-    "V3.2, bf16, 16 heads": dict(_V32, q_heads=16, format="bf16"),
-    "V3.2, fp8_v32, 128 heads": dict(_V32, q_heads=128, format="fp8_v32"),
-    "V3.2, int8_v32, 128 heads": dict(_V32, q_heads=128, format="int8_v32"),
-    "V4, bf16, 64 heads": dict(_V4, q_heads=64, format="bf16", win_format="bf16"),
-    "V4, fp8_v4_planar, 64 heads": dict(_V4, q_heads=64, format="fp8_v4_planar", win_format="fp8_v4_planar"),
-    "V4.1, fp4_v41 + fp8_v41, 64 heads": dict(_V4, q_heads=64, format="fp4_v41", win_format="fp8_v41"),
-    "GQA 32/8, bf16, dense": dict(_GQA, format="bf16", v_format="bf16"),
+    "V3.2, bf16, 128 heads": dict(cases.V32, q_heads=128, format="bf16"),
+    "V3.2, bf16, 16 heads": dict(cases.V32, q_heads=16, format="bf16"),
+    "V3.2, fp8_v32, 128 heads": dict(cases.V32, q_heads=128, format="fp8_v32"),
+    "V3.2, int8_v32, 128 heads": dict(cases.V32, q_heads=128, format="int8_v32"),
+    "V4, bf16, 64 heads": dict(cases.V4, q_heads=64, format="bf16", win_format="bf16"),
+    "V4, fp8_v4_planar, 64 heads": dict(cases.V4, q_heads=64, format="fp8_v4_planar", win_format="fp8_v4_planar"),
+    "V4.1, fp4_v41 + fp8_v41, 64 heads": dict(cases.V4, q_heads=64, format="fp4_v41", win_format="fp8_v41"),
+    "GQA 32/8, bf16, dense": dict(cases.GQA, format="bf16", v_format="bf16"),
     "GQA 64/4, bf16, blocks of 128": dict(
-        _GQA, q_heads=64, kv_heads=4, format="bf16", v_format="bf16", index_heads=4, selected=2048, select_block=128
+        cases.GQA,
+        q_heads=64,
+        kv_heads=4,
+        format="bf16",
+        v_format="bf16",
+        index_heads=4,
+        selected=2048,
+        select_block=128,
     ),
-    "GQA 32/8, int8": dict(_GQA, format="int8", v_format="int8", index_heads=8, selected=1024),
-    "V3.2, fp32, 16 heads": dict(_V32, q_heads=16, dtype="float32", format="fp32"),
-    "GQA 32/8, bf16, dense, 600 rows": dict(_GQA, format="bf16", v_format="bf16", lengths=(600,), rows=(600,)),
-    "GQA 32/8, int8, dense, 600 rows": dict(_GQA, format="int8", v_format="int8", lengths=(600,), rows=(600,)),
+    "GQA 32/8, int8": dict(cases.GQA, format="int8", v_format="int8", index_heads=8, selected=1024),
+    "V3.2, fp32, 16 heads": dict(cases.V32, q_heads=16, dtype="float32", format="fp32"),
+    "GQA 32/8, bf16, dense, 600 rows": dict(cases.GQA, format="bf16", v_format="bf16", lengths=(600,), rows=(600,)),
+    "GQA 32/8, int8, dense, 600 rows": dict(cases.GQA, format="int8", v_format="int8", lengths=(600,), rows=(600,)),
 }
 STORED = ("bf16", "int4_index_h", "fp8_v32", "fp8_v4_planar", "fp4_v41")
 COMPRESSED = ("DeepSeek V4, ratio 4", "DeepSeek V4, window", "Qwen4, index keys of pools of 16 tokens")

@@ -18,7 +18,7 @@ LIMIT = suite.Limit({"short": 1.0, "long": 2.0}, 0.5)
 
 def record(kind: str, first: float, gaps: list[float], refused: str = "") -> Any:
     times = [] if refused else [10.0 + first + sum(gaps[:n]) for n in range(len(gaps) + 1)]
-    return load.Record(kind, 10.0, times, refused)
+    return load.Record(10.0, times, refused, kind)
 
 
 def test_goodput_counts_tokens_of_requests_that_met_both_limits() -> None:
@@ -30,7 +30,7 @@ def test_goodput_counts_tokens_of_requests_that_met_both_limits() -> None:
         record("long", 1.1, [0.1] * 18 + [9.0]),  # one gap of nineteen may be longer
         record("long", 1.1, [0.1] * 16 + [0.6] * 3),
         record("short", 0, [], refused="overdue"),
-        load.Record("long", 3.0),
+        load.Record(3.0, kind="long"),
     ]
     found = suite.Goodput.of(load.Served(records, [], 3, 10.0), LIMIT)
     assert (found.short, found.long, found.tokens) == (2.0, 4.0, 6.0)

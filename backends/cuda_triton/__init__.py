@@ -6,6 +6,7 @@ No kernel here has run on a device yet: each is tested by Triton's interpreter a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_attn import env
-from sparse_attn.registry import Between, Impl, OneOf
+from sparse_attn.registry import Between, Impl, Limit, OneOf
 
 if TYPE_CHECKING:
     from sparse_attn.ops.attend import Attend
@@ -99,73 +100,50 @@ _WIDEST_ROW = 640
 _WIDEST_STORED = 2048  # a program holds whole rows
 _MOST_POSITIONS = (1 << 31) - 1 - 128  # a kernel counts them, and a block more, in 32 bits
 
-IMPLS = (
-    Impl(
-        "attend",
+
+def _impl(
+    op: str,
+    run: Callable[..., None],
+    limits: Mapping[str, Limit] | None = None,
+    tolerance: Mapping[str, tuple[float, float]] | None = None,
+) -> Impl:
+    return Impl(
+        op,
         "cuda_triton",
-        limits={
-            "device": _DEVICES,
+        limits={"device": _DEVICES, **(limits or {})},
+        run=run,
+        tolerance=tolerance or {},
+        priority=10,
+        available=_unavailable,
+    )
+
+
+_STORED = {"dim": Between(1, _WIDEST_STORED)}
+_ROUNDED_ONCE = {"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)}
+
+IMPLS = (
+    _impl(
+        "attend",
+        _attend,
+        {
             "qk_dim": Between(1, _WIDEST_ROW),
             "v_dim": Between(1, _WIDEST_ROW),
             "selected": Between(0, _MOST_POSITIONS),
         },
-        run=_attend,
         # Standard normal inputs. Products of bfloat16 queries round keys, values and weights to bfloat16.
         tolerance={"float32": (4e-6, 4e-6), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
-        priority=10,
-        available=_unavailable,
     ),
-    Impl(
-        "compress",
-        "cuda_triton",
-        limits={"device": _DEVICES, "dim": Between(1, _WIDEST_STORED)},
-        run=_compress,
-        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
-        priority=10,
-        available=_unavailable,
-    ),
-    Impl(
-        "convert",
-        "cuda_triton",
-        limits={"device": _DEVICES, "dim": Between(1, _WIDEST_STORED)},
-        run=_convert,
-        priority=10,
-        available=_unavailable,
-    ),
-    Impl("load", "cuda_triton", limits={"device": _DEVICES}, run=_load, priority=10, available=_unavailable),
-    Impl(
-        "merge",
-        "cuda_triton",
-        limits={"device": _DEVICES},
-        run=_merge,
-        tolerance={"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
-        priority=10,
-        available=_unavailable,
-    ),
-    Impl(
+    _impl("compress", _compress, _STORED, _ROUNDED_ONCE),
+    _impl("convert", _convert, _STORED),
+    _impl("load", _load),
+    _impl("merge", _merge, tolerance=_ROUNDED_ONCE),
+    _impl(
         "select",
-        "cuda_triton",
-        limits={"device": _DEVICES, "dim": Between(1, _WIDEST_ROW)},
-        run=_select,
+        _select,
+        {"dim": Between(1, _WIDEST_ROW)},
         # Standard normal inputs. Products are of queries and keys as they are, sums are of float32.
         tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (2e-5, 2e-5)),
-        priority=10,
-        available=_unavailable,
     ),
-    Impl(
-        "select_merge",
-        "cuda_triton",
-        limits={"device": _DEVICES},
-        run=_select_merge,
-        priority=10,
-        available=_unavailable,
-    ),
-    Impl(
-        "store",
-        "cuda_triton",
-        limits={"device": _DEVICES, "dim": Between(1, _WIDEST_STORED)},
-        run=_store,
-        priority=10,
-        available=_unavailable,
-    ),
+    _impl("select_merge", _select_merge),
+    _impl("store", _store, _STORED),
 )

@@ -13,7 +13,7 @@ from statistics import quantiles
 
 from . import planner
 from .cost import Predictor
-from .engine import IDLE, Engine
+from .engine import IDLE, Engine, Listener
 from .scheduler import Event, Plan, Refused, Request, Scheduler
 
 
@@ -60,6 +60,17 @@ class Seen:
         """The 90th percentile of the seconds between its tokens."""
         gaps = [after - before for before, after in pairwise(self.times)]
         return quantiles(gaps, n=10, method="inclusive")[-1] if len(gaps) > 1 else sum(gaps)
+
+    def listener(self, clock: Callable[[], float]) -> Listener:
+        """What an engine tells of the request, noted."""
+
+        def listen(what: Event | Refused) -> None:
+            if isinstance(what, Refused):
+                self.refused = what.reason
+            elif what.token is not None:
+                self.times.append(clock())
+
+        return listen
 
 
 @dataclass
@@ -125,23 +136,13 @@ def replay(
         seen = Seen(arrival)
         found.seen.append(seen)
         try:
-            engine.submit(make(number, request), _listener(seen, clock))
+            engine.submit(make(number, request), seen.listener(clock))
         except Refused as error:
             seen.refused = error.reason
     while _step(engine, clock, found):
         pass
     found.preemptions, found.seconds = engine.scheduler.preemptions, clock.now
     return found
-
-
-def _listener(seen: Seen, clock: Clock) -> Callable[[Event | Refused], None]:
-    def listen(what: Event | Refused) -> None:
-        if isinstance(what, Refused):
-            seen.refused = what.reason
-        elif what.token is not None:
-            seen.times.append(clock.now)
-
-    return listen
 
 
 def _step(engine: Engine, clock: Clock, found: Replay) -> bool:

@@ -22,6 +22,7 @@
 #include "cpu_native/entry.h"
 #include "cpu_native/merge.h"
 #include "cpu_native/store.h"
+#include "hostile.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -36,22 +37,7 @@ namespace {
 
 using namespace sparse_attn;
 
-std::mt19937_64 generator(1);
-
-int64_t below(int64_t n) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(n)); }
-int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
 bool chance(int percent) { return below(100) < percent; }
-float normal() { return std::normal_distribution<float>()(generator); }
-
-#define CHECK(condition, ...)                                \
-  do {                                                       \
-    if (!(condition)) {                                      \
-      printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      printf(__VA_ARGS__);                                   \
-      printf("\n");                                          \
-      exit(1);                                               \
-    }                                                        \
-  } while (0)
 
 double read(const char* p, Format format) {
   float x;

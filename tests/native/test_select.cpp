@@ -14,26 +14,11 @@
 #include "common/decode.h"
 #include "common/number.h"
 #include "cpu_native/select.h"
+#include "hostile.h"
 
 namespace {
 
 using namespace sparse_attn;
-
-std::mt19937_64 generator(1);
-
-int64_t below(int64_t n) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(n)); }
-int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
-float normal() { return std::normal_distribution<float>()(generator); }
-
-#define CHECK(condition, ...)                                \
-  do {                                                       \
-    if (!(condition)) {                                      \
-      printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      printf(__VA_ARGS__);                                   \
-      printf("\n");                                          \
-      exit(1);                                               \
-    }                                                        \
-  } while (0)
 
 constexpr int64_t kSizes[] = {1, 3, 8, 16, 32, 48, 64};
 
