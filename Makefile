@@ -66,7 +66,7 @@ test-ascend: $(STAMPS)/test
 	$(MAKE) $(NPU_VENV)/wheel
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=. $(NPU_VENV)/bin/python -m pytest -q -rs tests/ascend_wheel $(ARGS)
 
-OWN = $(addprefix tests/test_,$(addsuffix .py,attend attend_formats calls select select_formats store formats convert merge select_merge same_bytes))
+OWN = $(addprefix tests/test_,$(addsuffix .py,attend attend_formats calls select select_formats store formats convert compressions merge select_merge same_bytes))
 
 # An environment of its own, as triton-ascend and triton install the same module.
 test-ascend-triton: $(ASCEND_VENV)/ready

@@ -51,7 +51,7 @@ PHASES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def calls(heads: int) -> Iterator[Call]:
-    """Every layer in every phase, the selection of V3.2, and a write."""
+    """Every layer in every phase, the selection of V3.2, writes, and entries."""
     for phase, (lengths, rows) in PHASES.items():
         common = dict(dtype="bfloat16", kv_heads=1, page_size=128, lse=False, lengths=lengths, rows=rows)
         for layer, options in LAYERS.items():
@@ -67,6 +67,11 @@ def calls(heads: int) -> Iterator[Call]:
     yield "store V3.2", sparse_attn.store, rows_given, {}
     packed = (torch.randn(100, 1, 512).bfloat16(), torch.zeros(4, 128, 1, 288, dtype=torch.uint8), slots)
     yield "store V4.1, packed rows", sparse_attn.store, packed, {"format": "fp4_v41"}
+    starts, lengths = torch.tensor([0, 64, 100], dtype=torch.int32), torch.tensor([64, 36], dtype=torch.int32)
+    entries = (*torch.randn(2, 100, 1, 1024), starts, lengths, torch.zeros(2, 128, 1, 512).bfloat16())
+    pages = torch.tensor([[1], [0]], dtype=torch.int32)
+    kept = {"span": 8, "state": torch.zeros(2, 64, 1, 2048), "state_page_table": pages}
+    yield "compress V4, ratio 4", sparse_attn.compress, (*entries, pages, 4, 64, 64), kept
 
 
 def expected(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -82,6 +87,10 @@ def expected(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[
         indices = torch.empty((*shape, a.k), dtype=torch.int32)
         reference.select(a, indices, counts, None, None)
         return [counts, indices]
+    if function is sparse_attn.compress:
+        plane = given[4].clone()
+        function(*given[:4], plane, *given[5:], **kwargs | {"state": kwargs["state"].clone()}, backend="reference")
+        return [plane]
     plane = given[1].clone()
     sparse_attn.store(given[0], plane, given[2], backend="reference", **kwargs)
     return [plane]
@@ -110,6 +119,8 @@ def measure(call: Call, rounds: int) -> dict[str, Any]:
         result = run()
         if function is sparse_attn.store:
             got = [device[1].cpu()]
+        elif function is sparse_attn.compress:
+            got = [device[4].cpu()]
         elif function is sparse_attn.select:
             got = [result.counts.cpu(), result.indices.cpu()]
         else:

@@ -9,7 +9,20 @@ from functools import partial
 from sparse_attn import layout
 from sparse_attn.registry import Between, Impl, Limit, OneOf
 
-from . import attend, indexer, merge, move, operators, select, selfcheck, soc, sparse_flash, sparse_mla, workspace
+from . import (
+    attend,
+    compress,
+    indexer,
+    merge,
+    move,
+    operators,
+    select,
+    selfcheck,
+    soc,
+    sparse_flash,
+    sparse_mla,
+    workspace,
+)
 
 ARCH22, ARCH35 = ("A2", "A3"), ("950",)
 INT32 = (1 << 31) - 1
@@ -26,6 +39,7 @@ TOLERANCE = {
     "attend": {"float32": (2e-5, 2e-5), "bfloat16": (1e-2, 1e-2), "float16": (1e-3, 1e-3)},
     "select": dict.fromkeys(("float32", "bfloat16", "float16"), (4e-6, 4e-6)),
     "merge": {"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
+    "compress": {"float32": (4e-6, 4e-6), "bfloat16": (8e-3, 8e-3), "float16": (1e-3, 1e-3)},
 }
 
 
@@ -385,20 +399,20 @@ ANY_CALL = "any call"
 OWN = (
     Kernel("attend", (), ARCH22 + ARCH35, ANY_CALL, INVARIANT, attend.attend, selfcheck.any_call, priority=1),
     Kernel("select", (), ARCH22 + ARCH35, "entries", ENTRIES, select.select, selfcheck.lightning_indexer, priority=1),
-    Kernel("store", (), ARCH22 + ARCH35, ANY_CALL, {}, move.store, selfcheck.known_bytes),
-    Kernel("load", (), ARCH22 + ARCH35, ANY_CALL, {}, move.load, selfcheck.known_bytes),
-    Kernel("convert", (), ARCH22 + ARCH35, ANY_CALL, {}, move.convert, selfcheck.known_bytes),
-    Kernel("merge", (), ARCH22 + ARCH35, ANY_CALL, {}, merge.merge),
-    Kernel("select_merge", (), ARCH22 + ARCH35, ANY_CALL, {}, merge.select_merge),
+    Kernel("store", (), ARCH22 + ARCH35, ANY_CALL, {}, move.store, selfcheck.known_bytes, priority=1),
+    Kernel("load", (), ARCH22 + ARCH35, ANY_CALL, {}, move.load, selfcheck.known_bytes, priority=1),
+    Kernel("convert", (), ARCH22 + ARCH35, ANY_CALL, {}, move.convert, selfcheck.known_bytes, priority=1),
+    Kernel("compress", (), ARCH22 + ARCH35, ANY_CALL, {}, compress.compress, selfcheck.entries, priority=1),
+    Kernel("merge", (), ARCH22 + ARCH35, ANY_CALL, {}, merge.merge, priority=1),
+    Kernel("select_merge", (), ARCH22 + ARCH35, ANY_CALL, {}, merge.select_merge, priority=1),
 )
-"""By torch's own operations."""
+"""By torch's own operations; those of other backends for the same device come first."""
 
 KERNELS = (*OPERATORS, *GATHERED, *OWN)
 
 REFUSED = (
     ("`attend`", "batch invariance", "nothing says that an operator, or a product of matrices, has it"),
     ("`select`", "pooled units, bounds of keys, probabilities", "no kernel here yet"),
-    ("`compress`", "all", "no kernel here yet"),
 )
 """Op, calls, and why no kernel here takes them on any chip."""
 
@@ -434,8 +448,13 @@ UNUSED = (
         "want physical slots, 64 heads, and 640 selected; they trap on NaN. Not tried",
     ),
     (
-        "`npu_scatter_pa_kv_cache`, `kv_compress_epilog`, `compressor`",
-        "write other bytes, or hold state in other orders, than the formats here say",
+        "`compressor`",
+        "projects the hidden states itself, by weights that `compress` is not given, and returns bf16 rows with their "
+        "rotation done: those before it, of which V4.1's index keys are made, are lost",
+    ),
+    (
+        "`npu_scatter_pa_kv_cache`, `kv_compress_epilog`",
+        "write other bytes than the formats here say",
     ),
 )
 """Operators of CANN that no kernel here calls, and why."""

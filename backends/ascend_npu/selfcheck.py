@@ -6,6 +6,7 @@ key stands out for head 1. What must not be attended holds a value that no mean 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -216,6 +217,26 @@ def _halves(format: str, row: Tensor) -> dict[str, Tensor]:
     """The parts of one row of a packed format, on the host."""
     sizes = dict(FORMATS[format].sections[0])
     return dict(zip(sizes, row.split([*sizes.values()]), strict=True))
+
+
+def entries(run: Callable[..., None]) -> str | None:
+    """Three tokens, then one: entries of two, whose gates count one token three times, and what the state keeps."""
+    plane = torch.zeros(2, 2, 1, 2, dtype=torch.bfloat16).to("npu")
+    state = torch.full((2, 2, 1, 4), float("nan")).to("npu")
+    values = torch.tensor([[1.0, 2], [5, 6], [7, 8], [3, 4]])
+    gates = torch.tensor([0.0, math.log(3.0)]).repeat(2)[:, None].expand(4, 2)
+    fixed: dict[str, Any] = dict.fromkeys(("bias", "norm", "cos_sin", "scale"))
+    fixed |= {"plane": plane, "state": state, "stride": 2, "covered": 2, "kept": 1, "dim": 2, "rope_step": 2}
+    fixed |= {"eps": 0.0, "dtype": "fp32", "format": "bf16", "page_size": 0}
+    for part, length in ((slice(0, 3), 3), (slice(3, 4), 4)):
+        given = {"rows": values[part, None], "gates": gates[part, None].contiguous()}
+        given |= {"cu_seqlens_q": torch.tensor([0, len(given["rows"])]), "seq_lens": torch.tensor([length])}
+        given |= {"page_table": torch.tensor([[1]]), "state_page_table": torch.tensor([[1, 0]])}
+        device = {n: (t if t.is_floating_point() else t.int()).to("npu") for n, t in given.items()}
+        run(SimpleNamespace(**device, **fixed), None)
+    got = plane.float().cpu()[:, :, 0].tolist()
+    want = [[[0, 0], [0, 0]], [[4, 5], [4, 5]]]
+    return None if got == want else f"its self check failed: expected the entries {want} of two pages, got {got}"
 
 
 def any_call(run: Callable[..., None]) -> str | None:

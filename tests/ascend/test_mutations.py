@@ -10,6 +10,7 @@ from pathlib import Path
 import emulator
 import npu
 import pytest
+import test_compress as compressed
 import test_indexer as others
 import test_move as moves
 import test_sparse_flash as flash
@@ -22,6 +23,7 @@ from sparse_attn import library
 from sparse_attn.backends.ascend_npu import (
     attend,
     codecs,
+    compress,
     indexer,
     memory,
     merge,
@@ -50,6 +52,13 @@ def windowed() -> None:
         mla.test_extreme_sinks("A2", mla.WINDOWED | mla.FORMS["window"], sink)
     npu.assert_agrees(*mla.call(mla.WINDOWED | mla.FORMS["ratio 128"], q_heads=1))
     mla.test_selections_of_any_length("A2", "first row of a tile")
+
+
+def compressions() -> None:
+    for line in compressed.LINES:
+        compressed.test_entries("A2", line)
+        compressed.test_cuts_and_the_state("A2", line)
+    compressed.test_what_no_memory_holds_is_seen("A2")
 
 
 def selection() -> None:
@@ -160,6 +169,19 @@ FAULTS: tuple[tuple[types.ModuleType, str, str, Callable[[], None]], ...] = (
     (workspace, "width, low[part])", "width)", gathered),
     (workspace, "torch.where(lost[..., None], torch.nan, found)", "found", gathered),
     (attend, "torch.where(lost[..., None], torch.nan, found)", "found", gathered),
+    (compress, "rows.length - a.kept", "rows.length - a.kept + 1", compressions),
+    (compress, "(a.seq_lens.long() - a.cu_seqlens_q.diff()).clamp(min=0)", "a.seq_lens.long() * 0", compressions),
+    (compress, "(ends[sequence] - n)", "(ends[sequence] - n) - 1", compressions),
+    (compress, "a.bias[order % a.stride]", "a.bias[order * 0]", compressions),
+    (compress, "x[:, 2 * half :]", "x[:, 2 * half : 2 * half]", compressions),
+    (compress, "(token // a.stride)", "(token * 0)", compressions),
+    (compress, "(exists[..., None, None], gates,", "(exists[..., None, None] | True, gates,", compressions),
+    (compress, "torch.where(lost[..., None, None], torch.nan, earlier)", "earlier", compressions),
+    (compress, "* a.rope_step", "* a.stride * 2", compressions),
+    (compress, "torch.where(known[:, None], a.cos_sin", "torch.where(known[:, None] | True, a.cos_sin", compressions),
+    (compress, "even * cos - odd * sin", "even * cos + odd * sin", compressions),
+    (compress, "squares + a.eps", "squares + 1", compressions),
+    (compress, "(wanted & ~lost)", "wanted", compressions),
     (attend, "exp(top - floor)", "exp(top - top)", any_call),
     (attend, "total - a.sinks", "a.sinks - total", any_call),
     (attend, "* self.keys.heads // groups", "* 0", any_call),
@@ -168,7 +190,7 @@ FAULTS: tuple[tuple[types.ModuleType, str, str, Callable[[], None]], ...] = (
 )
 
 
-TESTS = (latent, windowed, selection, writes, nothing, packed, converted, merged, gathered, any_call)
+TESTS = (latent, compressions, windowed, selection, writes, nothing, packed, converted, merged, gathered, any_call)
 
 
 def functions(module: types.ModuleType) -> dict[str, types.FunctionType]:

@@ -20,10 +20,12 @@ if runtime.missing():
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "ascend")]
 
 import cases
+import compressions
 import emulator
 
-from sparse_attn.backends.ascend_npu import attend, indexer, merge, move, select, sparse_flash, workspace
+from sparse_attn.backends.ascend_npu import attend, compress, indexer, merge, move, select, sparse_flash, workspace
 from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.compress import Compress
 from sparse_attn.ops.load import Load
 from sparse_attn.ops.merge import Merge
 from sparse_attn.ops.select import Select
@@ -144,6 +146,12 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         store, load = Store(rows, plane, slots, scale, format), Load(plane, slots, scale, format)
         yield f"store {format}", lambda store=store: move.store(store)  # type: ignore[misc]
         yield f"load {format}", lambda load=load, back=back: move.load(load, back)  # type: ignore[misc]
+    for line in compressions.lines():
+        if line.of.startswith("DeepSeek V4"):
+            s = compressions.Sequences(line, [9, 0, 3])
+            args, kwargs = s.step(s.lengths, s.lengths)
+            entries = Compress(*args, **kwargs)
+            yield "compress", lambda entries=entries: compress.compress(entries, torch.empty(20, 1, entries.dim))  # type: ignore[misc]
     parts = Merge(torch.randn(3, 5, 2, 8), torch.randn(3, 5, 2), torch.zeros(2), inf_is_empty=True)
     yield "merge", lambda: merge.merge(parts, torch.empty(5, 2, 8), torch.empty(5, 2))
     lists = torch.empty(5, 2, 4, dtype=torch.int32), torch.empty(5, 2, dtype=torch.int32), torch.empty(5, 2, 4)
