@@ -62,10 +62,10 @@ def compress(a: Compress, latent: Tensor | None) -> None:
         return
     rows = rows_of(tokens, a.cu_seqlens_q, a.seq_lens)
     kept = rows.tokens > (rows.length - a.kept).clamp(min=0)
-    for part, given in ((a.state[..., :width], a.rows), (a.state[..., width:], a.gates)):
-        if given is not None:
-            position = (rows.tokens - 1).clamp(min=0)
-            put(Plane(part, "fp32"), a.state_page_table, rows.sequence, position, kept, given.float())
+    position = (rows.tokens - 1).clamp(min=0)
+    for part, of_step in ((a.state[..., :width], a.rows), (a.state[..., width:], a.gates)):
+        if of_step is not None:
+            put(Plane(part, "fp32"), a.state_page_table, rows.sequence, position, kept, of_step.float())
 
 
 def entries_of(a: Compress, n: Tensor) -> Entries:
