@@ -16,14 +16,14 @@ COMMANDS = {
     "metrics": ("metrics", "main", "what is exported to Prometheus: [--dashboard | --alerts] [--model NAME]"),
     "calibrate": ("calibrate", "main", "coefficients of a step's time from measured steps, and the knee: FILE"),
     "crossover": ("calibrate", "main_crossover", "dense against sparse over length, from measured calls: FILE --k N"),
-    "profile": ("profile", "main", "a selecting layer timed here, and where its promised speed-up goes: --model NAME"),
+    "profile": ("profile", "main", "what limits a selecting layer here, or a service: --model NAME or --records FILE"),
     "quality": ("quality.cli", "main", "what a selection costs a model, and the share to take: [MODEL]"),
     "support": ("support", "main", "what each kernel can do: [OP] [--json | --markdown], or --engines"),
     "demo": ("demo", "main", "a language model on sparse attention, and a report"),
     "serve": ("serve", "main", "a model behind an OpenAI-compatible endpoint, small on purpose"),
     "bench": ("bench", "main", "benchmarks of a checkout: --suite NAME"),
 }
-NEED_TORCH = ("profile", "quality", "support", "demo", "serve", "bench")
+NEED_TORCH = ("quality", "support", "demo", "serve", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:

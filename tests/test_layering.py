@@ -15,6 +15,7 @@ NO_TORCH = (
     *("pages", "metrics", "records", "observer", "dashboard", "admission", "stats"),
     *("planner", "devices", "weights", "traces", "engines", "exposition", "diagnosis"),
     *("prefix", "manager", "waste", "cost", "batching", "calibration", "knee", "crossover", "endpoint", "scheduler"),
+    *("breakdown",),
 )
 LOWEST = {
     "layout": (),
