@@ -10,6 +10,7 @@ __all__ = [
     "NoBackend",
     "Selected",
     "attend",
+    "attend_plan",
     "compress",
     "convert",
     "load",
@@ -23,7 +24,7 @@ __all__ = [
 if find_spec("torch"):
     from .checks import InvalidCall
     from .library import resolve
-    from .ops import Selected, attend, compress, convert, load, merge, select, select_merge, store
+    from .ops import Selected, attend, attend_plan, compress, convert, load, merge, select, select_merge, store
     from .registry import NoBackend
 else:
 

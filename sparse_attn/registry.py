@@ -65,7 +65,8 @@ class Impl:
     ``limits`` maps fact names to what the kernel can do; a fact without a limit is unlimited. ``tolerance`` maps dtype
     names to (absolute, relative) error against the float64 reference. ``available`` says why this machine cannot run
     the kernel (None if it can); it is asked once. ``run`` takes the op's argument tuple and then the output tensors,
-    which it fills. ``variant`` tells the kernels of one op and backend apart, in words.
+    which it fills. ``variant`` tells the kernels of one op and backend apart, in words. ``plan``, which a kernel of
+    ``attend`` may have, takes the tuple and an int32 tensor, and writes what depends on lengths and shapes alone.
     """
 
     op: str
@@ -76,6 +77,7 @@ class Impl:
     priority: int = 0
     available: Callable[[], str | None] = _always
     variant: str = ""
+    plan: Callable[..., None] | None = None
 
     @property
     def label(self) -> str:

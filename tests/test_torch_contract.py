@@ -425,6 +425,30 @@ def test_one_signature(public, arguments) -> None:
             assert a.name not in tuple_defaults and default is inspect.Parameter.empty
 
 
+@pytest.mark.parametrize("call", [gqa, packed])
+def test_a_plan_changes_no_bit(call) -> None:
+    """Kernels that want none ignore it; what PyTorch sees of the call stays right."""
+    leading, kwargs = call()
+    plan = sparse_attn.attend_plan(*leading, **kwargs)
+    planned, without = OPS.attend(*leading, **kwargs, plan=plan), OPS.attend(*leading, **kwargs)
+    assert all(map(torch.equal, planned, without))
+    opcheck(OPS.attend.default, leading, dict(kwargs, plan=plan))
+    buffer = torch.zeros_like(plan)
+    assert sparse_attn.attend_plan(*leading, **kwargs, plan=buffer) is buffer
+    with pytest.raises(sparse_attn.InvalidCall, match=r"attend: plan: expected int32 \[1024 \+ 2 B \+ 1\]"):
+        sparse_attn.attend_plan(*leading, **kwargs, plan=buffer[1:])
+
+
+def test_debug_checks_find_a_stale_plan(debug_checks) -> None:
+    leading, kwargs = gqa()
+    kwargs["indices"] = torch.arange(4, dtype=torch.int32).expand_as(kwargs["indices"])
+    plan = sparse_attn.attend_plan(*leading, **kwargs)
+    OPS.attend(*leading, **kwargs, plan=plan)
+    leading[2][0] -= 1
+    with pytest.raises(sparse_attn.InvalidCall, match="attend: plan: expected one for the lengths of this step, got a"):
+        OPS.attend(*leading, **kwargs, plan=plan)
+
+
 def test_resolve_runs_without_the_router() -> None:
     leading, kwargs = gqa()
     impl = sparse_attn.resolve("attend", *leading, **kwargs)

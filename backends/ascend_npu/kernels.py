@@ -43,6 +43,14 @@ TOLERANCE = {
 }
 
 
+PLANS: dict[Callable[..., None], Callable[..., None]] = {
+    sparse_mla.window_ratio_0: sparse_mla.plan_window_ratio_0,
+    sparse_mla.window_ratio_1: sparse_mla.plan_window_ratio_1,
+    sparse_mla.compressed: sparse_mla.plan_compressed,
+}
+"""What makes the plan of a step, for the operators that want one."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One operator of CANN behind one op, on some families of chips."""
@@ -80,6 +88,7 @@ class Kernel:
             self.priority,
             partial(Kernel.available, self),
             self.variant,
+            PLANS.get(self.run),
         )
 
 

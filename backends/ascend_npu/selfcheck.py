@@ -34,7 +34,7 @@ class Asked(SimpleNamespace):
 
 
 PLANES = ("kv", "kv_rope", "kv_scale", "v", "v_scale", "page_table", "kv_range", "indices", "index_counts")
-WINDOWS = ("win", "win_page_table", "win_range", "win_indices", "sinks")
+WINDOWS = ("win", "win_page_table", "win_range", "win_indices", "sinks", "planned")
 OPTIONS: dict[str, Any] = {
     **dict.fromkeys((*PLANES, *WINDOWS)),
     **{"format": "bf16", "v_format": "", "page_size": 0, "ratio": 1, "select_block": 1},

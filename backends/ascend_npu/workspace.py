@@ -129,7 +129,7 @@ def one_row_each(a: Attend, part: slice, lengths: Tensor, longest: int) -> Atten
     q = a.q[part]
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     lengths = lengths.to(torch.int32)
-    return a._replace(q=q, cu_seqlens_q=starts, seq_lens=lengths, max_seqlen_q=1, max_seq_len=longest)
+    return a._replace(q=q, cu_seqlens_q=starts, seq_lens=lengths, max_seqlen_q=1, max_seq_len=longest, plan=None)
 
 
 def pages_of(rows: int, columns: int, pages: int, device: torch.device) -> Tensor:

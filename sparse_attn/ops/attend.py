@@ -3,7 +3,7 @@ calls."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from ..registry import Call
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEADS = 128
+PLAN_WORDS = 1024
+"""int32 numbers of a plan that belong to the kernel."""
 WINDOW_FORMATS = tuple(name for name in layout.names("kv") if layout.FORMATS[name].scale_dtype is None)
 
 SCHEMA = (
@@ -35,9 +37,19 @@ SCHEMA = (
     'Tensor? page_table=None, str format="bf16", str v_format="", int page_size=0, int ratio=1, Tensor? kv_range=None, '
     "Tensor? indices=None, Tensor? index_counts=None, int select_block=1, "
     'Tensor? win=None, Tensor? win_page_table=None, str win_format="bf16", int win_page_size=0, int window=0, '
-    "Tensor? win_range=None, Tensor? win_indices=None, Tensor? sinks=None, bool causal=True, bool return_lse=False, "
-    'bool batch_invariant=False, str backend="auto"'
+    "Tensor? win_range=None, Tensor? win_indices=None, Tensor? sinks=None, Tensor? plan=None, bool causal=True, "
+    'bool return_lse=False, bool batch_invariant=False, str backend="auto"'
 )
+
+
+class Planned(NamedTuple):
+    """The parts of a plan."""
+
+    words: Tensor
+    """What the kernel wrote, int32 ``[PLAN_WORDS]``."""
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    """The lengths that it was made for."""
 
 
 class Attend(NamedTuple):
@@ -72,10 +84,27 @@ class Attend(NamedTuple):
     win_range: Tensor | None = None
     win_indices: Tensor | None = None
     sinks: Tensor | None = None
+    plan: Tensor | None = None
     causal: bool = True
     return_lse: bool = False
     batch_invariant: bool = False
     backend: str = "auto"
+
+    @property
+    def planned(self) -> Planned | None:
+        """The plan, for kernels that use one. Raises ``InvalidCall`` if it was made for another kind of call."""
+        if self.plan is None:
+            return None
+        made_for = _made.get(self.plan.data_ptr())
+        expect(
+            made_for == _kind(self),
+            "attend",
+            "plan",
+            "the plan of a layer of this kind and the same bounds",
+            "one of another" if made_for else "one that no kernel made",
+            "call attend_plan with the arguments of this layer",
+        )
+        return _parts(self.plan, len(self.seq_lens))
 
     @property
     def kv_heads(self) -> int:
@@ -100,6 +129,23 @@ class Attend(NamedTuple):
         return self.v_format or self.format
 
 
+_made: dict[int, tuple[Any, ...]] = {}
+"""Address of a plan to the kind of call that it was made for."""
+_MOST_MADE = 4096
+
+
+def _kind(a: Attend) -> tuple[Any, ...]:
+    """What a plan depends on beside the values of lengths: the same for all layers of a kind."""
+    shapes = [None if t is None else t.shape for t in (a.page_table, a.win_page_table, a.indices, a.win_indices)]
+    ranges = (a.kv_range is None, a.win_range is None, a.causal)
+    bounds = (a.max_seqlen_q, a.max_seq_len)
+    return (a.q.shape, a.v_dim, a.kv_heads, a.ratio, a.select_block, a.window, *shapes, *ranges, *bounds)
+
+
+def _parts(plan: Tensor, batch: int) -> Planned:
+    return Planned(*plan.split([PLAN_WORDS, batch + 1, batch]))
+
+
 def check(a: Attend) -> None:
     """Raise ``InvalidCall`` if shapes, dtypes, devices or options break the contract."""
     expect_tensor("attend", "q", a.q, "T, Hq, D", (None, None, None), QUERY_DTYPES, a.q.device)
@@ -117,6 +163,13 @@ def check(a: Attend) -> None:
     expect(q_heads % a.kv_heads == 0, "attend", "q", f"a multiple of the planes' {a.kv_heads} heads", q_heads)
     if a.sinks is not None:
         expect_tensor("attend", "sinks", a.sinks, "Hq", (q_heads,), ("float32",), a.q.device, "all")
+    if a.plan is not None:
+        _check_plan("plan", a.plan, batch, a.q.device)
+
+
+def _check_plan(name: str, plan: Tensor, batch: int, device: torch.device) -> None:
+    axes = f"{PLAN_WORDS} + 2 B + 1"
+    expect_tensor("attend", name, plan, axes, (PLAN_WORDS + 2 * batch + 1,), ("int32",), device, "all")
 
 
 def _int32(
@@ -232,6 +285,10 @@ def check_values(a: Attend) -> None:
     for name, indices, counts in (("indices", a.indices, a.index_counts), ("win_indices", a.win_indices, None)):
         if indices is not None:
             expect_unique("attend", name, indices, counts, "it would count twice")
+    if a.plan is not None:
+        planned = _parts(a.plan, len(a.seq_lens))
+        same = torch.equal(planned.cu_seqlens_q, a.cu_seqlens_q) and torch.equal(planned.seq_lens, a.seq_lens)
+        expect(same, "attend", "plan", "one for the lengths of this step", "a plan of others", "call attend_plan anew")
 
 
 def facts(a: Attend) -> Call:
@@ -325,6 +382,7 @@ def attend(
     win_range: Tensor | None = None,
     win_indices: Tensor | None = None,
     sinks: Tensor | None = None,
+    plan: Tensor | None = None,
     causal: bool = True,
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -374,6 +432,8 @@ def attend(
         win_range: int32 ``[T, 2]``, explicit range of token positions instead of ``window``.
         win_indices: int32 ``[T, 1, K]``, token positions to attend inside that range.
         sinks: float32 ``[Hq]``, unscaled logits, any value including infinities.
+        plan: what ``attend_plan`` made of this step's lengths, for all layers of this kind. Where lengths have changed
+            since, the result is NaN on a kernel that uses plans, and ``SPARSE_ATTN_CHECKS=debug`` refuses the call.
         causal: False lifts causality of the main plane.
         return_lse: also return the log-sum-exp.
         batch_invariant: a row's bits do not depend on its neighbours or on how a sequence was cut into steps.
@@ -418,9 +478,46 @@ def attend(
         win_range=win_range,
         win_indices=win_indices,
         sinks=sinks,
+        plan=plan,
         causal=causal,
         return_lse=return_lse,
         batch_invariant=batch_invariant,
         backend=backend,
     )
     return (out, lse) if return_lse else out
+
+
+def attend_plan(*args: Any, plan: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """What ``attend`` needs to know of a step's lengths, made once and used by all layers of a kind.
+
+    Some operators of vendors want a schedule, which takes long to make. Kernels that want none ignore their plan. Call
+    it before the first layer of a step, with the arguments of its ``attend``: of tensors but the lengths, shapes and
+    strides alone matter. Nothing waits for the device.
+
+    Args (B sequences):
+        args, kwargs: the arguments of one call of ``attend``.
+        plan: int32 ``[1024 + 2 B + 1]``, filled; None for a new one.
+
+    Returns:
+        The plan, to be passed as ``plan`` to ``attend`` with the same shapes, bounds and options.
+
+    Raises:
+        InvalidCall: an argument breaks the contract.
+        NoBackend: no kernel can run the call.
+    """
+    impl = library.resolve("attend", *args, **kwargs)
+    a = Attend(*args, **kwargs)
+    batch = len(a.seq_lens)
+    if plan is None:
+        plan = a.seq_lens.new_empty(PLAN_WORDS + 2 * batch + 1)
+    _check_plan("plan", plan, batch, a.q.device)
+    words, starts, lengths = _parts(plan, batch)
+    starts.copy_(a.cu_seqlens_q)
+    lengths.copy_(a.seq_lens)
+    _made.pop(plan.data_ptr(), None)
+    if impl.plan is not None:
+        impl.plan(a, words)
+        while len(_made) >= _MOST_MADE:
+            _made.pop(next(iter(_made)))
+        _made[plan.data_ptr()] = _kind(a)
+    return plan

@@ -13,6 +13,7 @@ import pytest
 import test_compress as compressed
 import test_indexer as others
 import test_move as moves
+import test_plan as plans
 import test_sparse_flash as flash
 import test_sparse_mla as mla
 import test_workspace as gathers
@@ -59,6 +60,14 @@ def compressions() -> None:
         compressed.test_entries("A2", line)
         compressed.test_cuts_and_the_state("A2", line)
     compressed.test_what_no_memory_holds_is_seen("A2")
+
+
+def planned() -> None:
+    become("A2")
+    for form in (mla.FORMS["window"], mla.FORMS["ratio 4"], mla.FORMS["ratio 128"]):
+        plans.test_one_schedule_for_all_layers("A2", mla.WINDOWED | form)
+        for which in (1, 2):
+            plans.test_a_stale_plan_is_seen("A2", mla.WINDOWED | form, which)
 
 
 def selection() -> None:
@@ -141,6 +150,12 @@ FAULTS: tuple[tuple[types.ModuleType, str, str, Callable[[], None]], ...] = (
     (sparse_mla, "rows.tokens // a.ratio", "rows.tokens", windowed),
     (sparse_mla, "a.win_page_table[rows.sequence]", "a.win_page_table[rows.sequence * 0]", windowed),
     (sparse_mla, "a.page_table[rows.sequence]", "a.page_table[rows.sequence * 0]", windowed),
+    (sparse_mla, "(planned.cu_seqlens_q == a.cu_seqlens_q).all() & ", "", planned),
+    (sparse_mla, " & (planned.seq_lens == a.seq_lens).all()", "", planned),
+    (sparse_mla, "torch.where(fits, a.win_page_table, 0)", "a.win_page_table", planned),
+    (sparse_mla, "torch.where(fits, a.page_table, 0)", "a.page_table", planned),
+    (sparse_mla, "seq_lens=lengths,", "seq_lens=a.seq_lens,", planned),
+    (sparse_mla, "if planned is None else planned.words", "if True else planned.words", planned),
     (indexer, "rows.tokens if a.causal else rows.length", "rows.tokens", selection),
     (indexer, "CAUSAL if a.causal else ALL", "CAUSAL", selection),
     (indexer, "seq_lens.clamp(min=0)", "seq_lens", selection),
@@ -190,7 +205,20 @@ FAULTS: tuple[tuple[types.ModuleType, str, str, Callable[[], None]], ...] = (
 )
 
 
-TESTS = (latent, compressions, windowed, selection, writes, nothing, packed, converted, merged, gathered, any_call)
+TESTS = (
+    latent,
+    compressions,
+    planned,
+    windowed,
+    selection,
+    writes,
+    nothing,
+    packed,
+    converted,
+    merged,
+    gathered,
+    any_call,
+)
 
 
 def functions(module: types.ModuleType) -> dict[str, types.FunctionType]:
