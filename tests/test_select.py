@@ -378,7 +378,7 @@ def test_pages_at_the_end_of_a_large_strided_pool(select_impl) -> None:
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "q rank": (
         dict(q=torch.zeros(5, 16)),
-        "select: q: expected float32 or bfloat16 or float16 [T, Hi, D], got float32 [5, 16]",
+        "select: q: expected float32 or bfloat16 or float16 or int8 [T, Hi, D], got float32 [5, 16]",
     ),
     "129 heads": (dict(q=torch.zeros(5, 129, 16)), "select: q: expected 1 to 128 heads (axis 1), got 129"),
     "heads": (dict(q=torch.zeros(5, 3, 16), weights=None), "select: q: expected a multiple of the 2 key heads, got 3"),

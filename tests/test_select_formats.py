@@ -91,3 +91,29 @@ def test_facts_name_the_pages() -> None:
     args, kwargs, _ = packed_call("fp8_index_planar", CALLS["values"])
     found = dict(facts(Select(*args, **kwargs)).facts)
     assert (found["format"], found["page_size"], found["key_heads"]) == ("fp8_index_planar", 3, 1)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("format", ["int8_index_h", "int8_index", "fp32"])
+def test_int8_queries_are_their_numbers(select_impl, format: str, call: str) -> None:
+    args, kwargs, _ = packed_call(format, CALLS[call])
+    q = torch.randint(-127, 128, args[0].shape, dtype=torch.int8)
+    q_scale = torch.rand(q.shape[:2]).half() / 64
+    numbers = q.float() * q_scale.float()[..., None]
+    expected = run(select_impl, (numbers, *args[1:]), kwargs)
+    assert (expected.counts[:3] > 0).all()
+    got = run(select_impl, (q, *args[1:]), kwargs | dict(q_scale=q_scale))
+    tolerance = select_impl.tolerance.get("float32", (0.0, 0.0))
+    assert same(got, expected, tolerance)
+
+
+def test_queries_without_their_scales_are_refused() -> None:
+    args, kwargs, _ = packed_call("int8_index_h", CALLS["values"])
+    q = torch.zeros(args[0].shape, dtype=torch.int8)
+    for given, scale, sentence in (
+        (q, None, "select: q_scale: expected a scale for each head of int8 queries, got None"),
+        (q, torch.ones(2, 4), r"select: q_scale: expected float32 or bfloat16 or float16 \[T, Hi\] with T = "),
+        (args[0], torch.ones(args[0].shape[:2]), "select: q_scale: expected None with queries that are not int8, got "),
+    ):
+        with pytest.raises(sparse_attn.InvalidCall, match=sentence):
+            sparse_attn.select(given, *args[1:], **kwargs, q_scale=scale)

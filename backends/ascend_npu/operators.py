@@ -18,6 +18,7 @@ KV_QUANT_SFA = "npu_kv_quant_sparse_flash_attention"
 SMLA = "npu_sparse_flash_mla"
 SMLA_METADATA = "npu_sparse_flash_mla_metadata"
 INDEXER = "npu_lightning_indexer"
+QUANT_INDEXER = "npu_quant_lightning_indexer"
 
 PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     SFA: (("npu", SFA), ("_C_ascend", SFA)),
@@ -29,6 +30,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
         ("custom", SMLA_METADATA),
     ),
     INDEXER: (("npu", INDEXER), ("_C_ascend", INDEXER)),
+    QUANT_INDEXER: (("npu", QUANT_INDEXER),),
 }
 """Operator to (namespace, name), the first that exists is taken."""
 

@@ -27,6 +27,7 @@ INF = float("inf")
 
 def select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
     """Lists of the best entries; values are their scores."""
+    a = a.with_float_queries
     outputs = [(indices, -1), (counts, 0), (values, -INF), (candidate_blocks, -1)]
     for output, nothing in outputs:
         if output is not None:

@@ -27,7 +27,11 @@ CLOSE = 0.06  # half a bf16 step of the answers below, which are less than 32
 
 
 class Asked(SimpleNamespace):
-    """The arguments of a call of ``attend``, as the op's own tuple has them."""
+    """The arguments of a call of ``attend`` or ``select``, as the op's own tuple has them."""
+
+    @property
+    def with_float_queries(self) -> Asked:
+        return self
 
     def _replace(self, **changes: Any) -> Asked:
         return Asked(**vars(self) | changes)
@@ -155,31 +159,47 @@ def all_compressed(run: Callable[..., None]) -> str | None:
 
 
 SELECTION: dict[str, Any] = {
-    **dict.fromkeys(("key_scale", "kv_range", "row_k", "candidates")),
+    **dict.fromkeys(("q_scale", "key_scale", "kv_range", "row_k", "candidates")),
     **{"format": "bf16", "page_size": 0, "ratio": 1, "score": "relu_sum", "score_dtype": "fp32", "out_heads": 1},
     **{"keep_first": 0, "keep_last": 0, "tail": "none", "candidate_k": 0, "order": "any", "return_values": False},
 }
 """The rest of a call's arguments."""
 
 
+DECOY = 4
+"""An entry whose key is large, and its scale small."""
+
+
 def lightning_indexer(run: Callable[..., None]) -> str | None:
     """One key of eight stands out; the newest, which only the second row may select, stands out more."""
-    k, dim = 8, 128
-    plane = torch.zeros(4, PAGE, 1, dim, dtype=torch.bfloat16)
-    table = torch.tensor([[3, 1, 2]], dtype=torch.int32)
-    best = [2, 7, 11, 13, 18, 21, 30, 35]
-    for rank, e in enumerate(best):
-        plane[int(table[0, e // PAGE]), e % PAGE, 0, 0] = 8 + rank
-    plane[int(table[0, (LENGTH - 1) // PAGE]), (LENGTH - 1) % PAGE, 0, 0] = 64
-    q = torch.zeros(QUERIES, 2, dim, dtype=torch.bfloat16)
+    return _select(run, {})
+
+
+def quant_lightning_indexer(run: Callable[..., None]) -> str | None:
+    """The same of int8 queries and keys, one of which must not be selected for its scale."""
+    scales = torch.ones(4, PAGE, 1, dtype=torch.float16)
+    scales[TABLE[0][DECOY // PAGE], DECOY % PAGE] = 2.0**-10
+    return _select(run, {"key_scale": scales, "q_scale": torch.ones(QUERIES, 2), "format": "int8_index_h"})
+
+
+TABLE = [[3, 1, 2]]
+
+
+def _select(run: Callable[..., None], quantised: dict[str, Any]) -> str | None:
+    k, dim, best = 8, 128, [2, 7, 11, 13, 18, 21, 30, 35]
+    plane = torch.zeros(4, PAGE, 1, dim, dtype=torch.int8 if quantised else torch.bfloat16)
+    for e, key in [*zip(best, range(8, 16), strict=True), (LENGTH - 1, 64), (DECOY, 100 if quantised else 0)]:
+        plane[TABLE[0][e // PAGE], e % PAGE, 0, 0] = key
+    q = torch.zeros(QUERIES, 2, dim, dtype=plane.dtype)
     q[:, 0, 0] = 1
     q[:, 1, 0] = -1  # its scores are not positive, and count as 0
     call = _queries() | {"q": q, "weights": torch.ones(QUERIES, 2, dtype=torch.bfloat16), "keys": plane}
-    call |= {"page_table": table, "k": k, "max_seq_len": LENGTH, **SELECTION}
+    table = torch.tensor(TABLE, dtype=torch.int32)
+    call |= {"page_table": table, "k": k, "max_seq_len": LENGTH, **SELECTION, **quantised}
     device = {name: v.to("npu") if isinstance(v, Tensor) else v for name, v in call.items()}
     indices = torch.empty(QUERIES, 1, k, dtype=torch.int32, device="npu")
     counts = torch.empty(QUERIES, 1, dtype=torch.int32, device="npu")
-    run(SimpleNamespace(**device), indices, counts, None, None)
+    run(Asked(**device), indices, counts, None, None)
     got = indices[:, 0].sort().values.tolist()
     want = [best, [*best[1:], LENGTH - 1]]
     return None if got == want else f"its self check failed: expected the entries {want} for two rows, got {got}"

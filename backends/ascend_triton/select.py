@@ -28,6 +28,7 @@ POOLED = 4096
 
 def select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
     """Lists of the best units. An entry in a page that the plane lacks has no score."""
+    a = a.with_float_queries
     indices.fill_(-1)
     counts.zero_()
     if values is not None:

@@ -70,6 +70,7 @@ def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
 
 
 def _select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
+    a = a.with_float_queries
     weights = 0 if a.weights is None else _CODES[a.weights.dtype]
     outputs = indices, counts, values, candidate_blocks
     failure = _native().select(a, *outputs, _CODES[a.q.dtype], weights, *_machine())

@@ -82,6 +82,7 @@ class How(NamedTuple):
 def select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
     """Runs one call on the current stream, without waiting for it: some rows at a time, so that scores need bounded
     memory."""
+    a = a.with_float_queries
     tokens = a.q.shape[0]
     # of blocks larger than this only the first has entries, and all of them
     largest = _entries(a) + a.strides

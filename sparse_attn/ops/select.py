@@ -18,6 +18,7 @@ from ..checks import (
     expect_plane,
     expect_tensor,
     expect_unique,
+    refuse,
 )
 from ..library import Output, Return
 from ..planes import reach_of, strides_of
@@ -34,8 +35,9 @@ ORDERS = ("any", "index", "score")
 SCHEMA = (
     "Tensor q, Tensor? weights, Tensor cu_seqlens_q, Tensor seq_lens, Tensor keys, Tensor page_table, int k, "
     "float scale, SymInt max_seqlen_q, SymInt max_seq_len, *, "
-    'Tensor? key_scale=None, str format="bf16", int page_size=0, int ratio=1, int span=0, bool bounds=False, '
-    'Tensor? kv_range=None, Tensor? row_k=None, str score="relu_sum", str score_dtype="fp32", int out_heads=1, '
+    'Tensor? q_scale=None, Tensor? key_scale=None, str format="bf16", int page_size=0, int ratio=1, int span=0, '
+    "bool bounds=False, Tensor? kv_range=None, Tensor? row_k=None, "
+    'str score="relu_sum", str score_dtype="fp32", int out_heads=1, '
     'int block=1, str pool="none", int keep_first=0, int keep_last=0, str tail="none", '
     "Tensor? candidates=None, int candidate_block=8, int candidate_k=0, "
     'str ties="lowest", str order="any", bool causal=True, bool return_values=False, str backend="auto"'
@@ -55,6 +57,7 @@ class Select(NamedTuple):
     scale: float
     max_seqlen_q: int
     max_seq_len: int
+    q_scale: Tensor | None = None
     key_scale: Tensor | None = None
     format: str = "bf16"
     page_size: int = 0
@@ -86,6 +89,13 @@ class Select(NamedTuple):
         return layout.FORMATS[self.format].paging(self.keys.shape, self.page_size)
 
     @property
+    def with_float_queries(self) -> Select:
+        """The same call with queries in float32 where they are int8 with scales."""
+        if self.q_scale is None:
+            return self
+        return self._replace(q=self.q.float() * self.q_scale.float()[..., None], q_scale=None)
+
+    @property
     def strides(self) -> int:
         """Strides of ``ratio`` tokens that an entry covers."""
         return (self.span or self.ratio) // self.ratio
@@ -112,8 +122,14 @@ class Selected(NamedTuple):
 
 def check(a: Select) -> None:
     """Raise ``InvalidCall`` if shapes, dtypes, devices or options break the contract."""
-    expect_tensor("select", "q", a.q, "T, Hi, D", (None, None, None), QUERY_DTYPES, a.q.device)
+    expect_tensor("select", "q", a.q, "T, Hi, D", (None, None, None), (*QUERY_DTYPES, "int8"), a.q.device)
     device, (tokens, heads, dim) = a.q.device, a.q.shape
+    if a.q.dtype != torch.int8:
+        expect(a.q_scale is None, "select", "q_scale", "None with queries that are not int8", "a tensor")
+    elif a.q_scale is None:
+        raise refuse("select", "q_scale", "a scale for each head of int8 queries", "None")
+    else:
+        expect_tensor("select", "q_scale", a.q_scale, "T, Hi", (tokens, heads), QUERY_DTYPES, device)
     expect(1 <= heads <= MAX_HEADS, "select", "q", f"1 to {MAX_HEADS} heads (axis 1)", heads)
     if a.weights is not None:
         expect_tensor("select", "weights", a.weights, "T, Hi", (tokens, heads), QUERY_DTYPES, device)
@@ -210,7 +226,7 @@ def facts(a: Select) -> Call:
             ("out_heads", a.out_heads),
             ("dim", a.q.shape[2]),
             ("page_size", page_size),
-            ("key_strides", strides_of(a.keys)),
+            ("key_strides", strides_of(a.keys, a.key_scale)),
             ("key_reach", reach_of(a.keys)),
             ("kv_range", a.kv_range is not None),
             ("ratio", a.ratio),
@@ -279,6 +295,7 @@ def select(
     max_seqlen_q: int,
     max_seq_len: int,
     *,
+    q_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     format: str = "bf16",
     page_size: int = 0,
@@ -345,7 +362,8 @@ def select(
     candidate blocks or the order of scores are asked for. Otherwise units with score -inf are never selected.
 
     Args (T query rows, B sequences, Hi query heads, Hk key heads; every tensor on one device):
-        q: float32, bfloat16 or float16 ``[T, Hi, D]``, 1 to 128 heads, a multiple of Hk and of ``out_heads``.
+        q: float32, bfloat16, float16, or int8 with ``q_scale``, ``[T, Hi, D]``, 1 to 128 heads, a multiple of Hk and of
+            ``out_heads``.
         weights: float32, bfloat16 or float16 ``[T, Hi]``, or None.
         cu_seqlens_q: int32 ``[B + 1]``, first row of each sequence, starting at 0. Rows from ``cu_seqlens_q[B]`` on are
             padding.
@@ -356,6 +374,7 @@ def select(
         k: places in a list.
         scale: factor of the scores, above 0.
         max_seqlen_q, max_seq_len: host bounds of query rows a sequence and of ``seq_lens``.
+        q_scale: float32, bfloat16 or float16 ``[T, Hi]``: int8 queries are ``q * q_scale``.
         key_scale: float16 ``[pages, page_size, Hk]`` for formats with a scale plane.
         format: a name in ``sparse_attn.layout.FORMATS``.
         page_size: entries of a page of a planar plane. Else 0, or the plane's own as a check.
@@ -400,6 +419,7 @@ def select(
         scale,
         max_seqlen_q,
         max_seq_len,
+        q_scale=q_scale,
         key_scale=key_scale,
         format=format,
         page_size=page_size,

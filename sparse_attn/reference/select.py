@@ -19,6 +19,8 @@ INF = float("inf")
 
 def select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
     """Lists of the best units; values are their scores."""
+    if a.q_scale is not None:
+        a = a._replace(q=a.q.double() * a.q_scale.double()[..., None], q_scale=None)
     indices.fill_(-1)
     counts.zero_()
     if values is not None:

@@ -20,6 +20,7 @@ SOURCES = {
     "kv_quant": "op-plugin 09fca6f6, docs/zh/custom_APIs/torch_npu/torch_npu-npu_kv_quant_sparse_flash_attention.md",
     "sfa kernel": "vllm-ascend 182b75ea, csrc/attention/sparse_flash_attention, service_vector_mla.h",
     "li": "op-plugin 09dca1a5, docs/zh/custom_APIs/torch_npu/torch_npu-npu_lightning_indexer.md",
+    "qli": "op-plugin 09dca1a5, docs/zh/custom_APIs/torch_npu/torch_npu-npu_quant_lightning_indexer.md",
     "smla": "ops-transformer, attention/sparse_flash_mla, aclnnSparseFlashMla.md (a stored copy)",
     "smla ratios": "ops-transformer, attention/sparse_flash_mla, note on cmp_ratio 1 and 2 for A2 and A3",
     "smla stride": "vllm-ascend, attention/dsa_v41.py: page stride from the tensor",
@@ -44,6 +45,9 @@ class Readings:
 
     kv_quant_width: int = 512
     """Elements of an output row: the text says as many as the query's 576, its example prints 512."""
+    quant_weights: str = "fp32"
+    """In what the quantised indexer multiplies weights and scales of queries: ``fp32`` or ``fp16``. The text asks that
+    the product fits fp16."""
     last_of_equals: bool = False
     """Which of equal scores the indexer takes, and the order of its lists: not documented."""
     smla_knows_v41: bool = True
@@ -373,24 +377,81 @@ RULES += tuple(
 )
 
 
+QLI = "npu_quant_lightning_indexer"
+OF_LI_ALONE = ("type", "weights' type", "weights' type on 950", "contiguous", "count", "no values with pages")
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+
+RULES += tuple(
+    Rule(QLI, rule.name, SOURCES["qli"], rule.holds, rule.families)
+    for rule in RULES
+    if rule.operator == LI and rule.name not in OF_LI_ALONE
+)
+RULES += tuple(
+    _rule(QLI, name, "qli", holds, families)
+    for name, holds, families in (
+        ("contiguous", lambda a: all(t.is_contiguous() for t in (a.query, a.weights, a.query_dequant_scale)), EVERY),
+        ("type", lambda a: a.query.dtype == a.key.dtype == torch.int8, ARCH22),
+        ("type on 950", lambda a: a.query.dtype == a.key.dtype and a.key.dtype in QUANTISED, ARCH35),
+        ("float16 with int8", lambda a: a.query.dtype != torch.int8 or _halves(a), EVERY),
+        ("scales of queries", lambda a: a.query_dequant_scale.shape == a.query.shape[:2], EVERY),
+        ("scales of keys", lambda a: a.key_dequant_scale.shape == a.key.shape[:3], EVERY),
+        ("quant mode", lambda a: a.query_quant_mode == a.key_quant_mode == 0, EVERY),
+        ("count", lambda a: 1 <= a.sparse_count <= 2048, EVERY),
+        ("weights times scales fit float16", lambda a: _product_of(a).half().isfinite().all(), EVERY),
+    )
+)
+
+
+def _halves(a: Any) -> bool:
+    return all(t.dtype == torch.float16 for t in (a.weights, a.query_dequant_scale, a.key_dequant_scale))
+
+
+def _product_of(a: Any) -> Tensor:
+    """Weights times scales of the rows that belong to a batch: what lies in others is not read."""
+    product = a.weights.float() * a.query_dequant_scale.float()
+    return product[: _last(a.actual_seq_lengths_query)]
+
+
+def npu_quant_lightning_indexer(a: Any) -> Tensor:
+    product = _product_of(a)
+    weights = product.half().float() if machine.readings.quant_weights == "fp16" else product
+
+    def score(t: int, table: Tensor, entries: range) -> Tensor:
+        keys = torch.stack([row_at(a.key, table, e, QLI) for e in entries]).float()
+        scales = torch.stack([row_at(a.key_dequant_scale[..., None], table, e, QLI) for e in entries])[:, 0].float()
+        return weights[t] @ torch.relu(a.query[t].float() @ keys.T * scales)
+
+    return _best(a, score)
+
+
 def npu_lightning_indexer(a: Any) -> tuple[Tensor, Tensor]:
-    """Lists in the order of scores; rows of no batch hold what was there, which may well look like a list."""
+    def score(t: int, table: Tensor, entries: range) -> Tensor:
+        keys = torch.stack([row_at(a.key, table, e, LI) for e in entries]).float()
+        return a.weights[t].float() @ torch.relu(a.query[t].float() @ keys.T)
+
+    return _best(a, score), torch.full((0,), NAN)
+
+
+def _best(a: Any, score: Callable[[int, Tensor, range], Tensor]) -> Tensor:
+    """Lists in the order of scores; rows of no batch hold what was there, which may well look like a list. So do rows
+    with a score that is NaN, the order of which is undefined (``SOURCES["qli"]``)."""
     out = torch.arange(a.sparse_count, dtype=torch.int32).repeat(len(a.query), 1, 1)
     start = 0
     for b, end in enumerate(a.actual_seq_lengths_query.tolist()):
         length = int(a.actual_seq_lengths_key[b])
         for t in range(start, end):
             limit = length if a.sparse_mode == 0 else max(length - (end - t) + 1, 0)
+            scores = score(t, a.block_table[b], range(limit)) if limit else torch.zeros(0)
+            if scores.isnan().any():
+                continue
             out[t] = -1
             if limit:
-                keys = torch.stack([row_at(a.key, a.block_table[b], e, LI) for e in range(limit)]).float()
-                scores = a.weights[t].float() @ torch.relu(a.query[t].float() @ keys.T)
                 order = scores.sort(descending=True, stable=True).indices
                 if machine.readings.last_of_equals:
                     order = scores.flip(0).sort(descending=True, stable=True).indices.neg() + limit - 1
                 out[t, 0, : min(limit, a.sparse_count)] = order[: a.sparse_count].int()
         start = end
-    return out, torch.full((0,), NAN)
+    return out
 
 
 def _ropes(a: Any) -> bool:
@@ -494,6 +555,14 @@ SCHEMAS = {
         "int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64, int? key_dtype=None, "
         "int? value_dtype=None) -> Tensor",
     ),
+    QLI: (
+        "npu",
+        "(Tensor query, Tensor key, Tensor weights, Tensor query_dequant_scale, Tensor key_dequant_scale, "
+        "int query_quant_mode, int key_quant_mode, *, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', "
+        "str layout_key='BSND', int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807, "
+        "int next_tokens=9223372036854775807, int? query_dtype=None, int? key_dtype=None) -> Tensor",
+    ),
     LI: (
         "npu",
         "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
@@ -530,6 +599,7 @@ COMPUTE: dict[str, Callable[[Any], Any]] = {
     SFA: npu_sparse_flash_attention,
     KV_QUANT: npu_kv_quant_sparse_flash_attention,
     LI: npu_lightning_indexer,
+    QLI: npu_quant_lightning_indexer,
     SMLA: npu_sparse_flash_mla,
     SMLA_METADATA: npu_sparse_flash_mla_metadata,
 }

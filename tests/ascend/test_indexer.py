@@ -119,3 +119,72 @@ def test_what_is_refused(family) -> None:
     ):
         with pytest.raises(sparse_attn.NoBackend, match=sentence):
             select(a, **changes)
+
+
+def quantised(**changes: Any) -> dict[str, Any]:
+    """The same call with int8 queries and keys, no two entries of which have nearly one score."""
+    a = call(**changes)
+    largest = a["q"].abs().amax(-1).float().nan_to_num(1.0)
+    keys = a["keys"].float()
+    key_scale = (keys.abs().amax(-1).nan_to_num(1.0) / 127).half()
+    stored = (keys / key_scale[..., None]).round().clamp(-127, 127).nan_to_num(77).to(torch.int8)
+    key_scale = torch.where(keys.isnan().any(-1), NAN, key_scale)  # holes
+    q_scale = largest / 127
+    q = (a["q"].float() / q_scale[..., None]).round().nan_to_num(3).to(torch.int8)
+    return a | dict(q=q, q_scale=q_scale.half(), keys=stored, key_scale=key_scale, format="int8_index_h")
+
+
+def scores(a: dict[str, Any]) -> list[dict[int, float]]:
+    """Of each row, of every entry that it sees."""
+    most = max(a["max_seq_len"], 1)
+    found = sparse_attn.select(**a | dict(k=most, order="score"), return_values=True, backend="reference")
+    rows = zip(found.indices[:, 0].tolist(), found.values[:, 0].tolist(), strict=True)
+    return [{e: v for e, v in zip(*row, strict=True) if e >= 0} for row in rows]
+
+
+@pytest.mark.parametrize("reading", ["fp32", "fp16"])
+@pytest.mark.parametrize("changes", [{}, {"heads": 64}, {"heads": 9, "k": 64}, {"k": 1}, {"heads": 1, "k": 2048}])
+def test_int8_queries_and_keys(family, reading: str, changes: dict[str, Any]) -> None:
+    """Whatever the operator rounds, what is left out scores no more than what is selected, but for the tolerance."""
+    emulator.machine.readings.quant_weights = reading
+    a = quantised(**changes)
+    a["weights"] = torch.randn(a["weights"].shape) * 1e8  # the products with scales would not fit float16
+    before = operators.calls[emulator.QLI]
+    for causal in (True, False):
+        indices, counts = select(a, causal=causal)
+        assert torch.equal(counts, sparse_attn.select(**a | dict(causal=causal), backend="reference").counts)
+        for row, count, score in zip(
+            indices[:, 0], counts[:, 0].tolist(), scores(a | dict(causal=causal)), strict=True
+        ):
+            listed = row[:count].tolist()
+            assert len(set(listed)) == count and set(listed) <= set(score) and (row[count:] == -1).all()
+            left = [value for e, value in score.items() if e not in listed]
+            if listed and left:
+                worst, best = min(score[e] for e in listed), max(left)
+                largest = max(map(abs, score.values()))
+                assert worst >= best - 1e-3 * largest
+    assert operators.calls[emulator.QLI] > before
+
+
+def test_int8_queries_of_calls_that_no_operator_takes(whole_family) -> None:
+    """By torch's own operations, with their float32 products."""
+    a = quantised() | dict(ties="lowest", k=5, return_values=True)
+    before = operators.calls[emulator.QLI]
+    got = sparse_attn.select(**{n: npu.on_npu(v) for n, v in a.items()}, backend="ascend_npu")
+    want = sparse_attn.select(**a, backend="reference")
+    torch.testing.assert_close(got.values.cpu(), want.values, atol=4e-6, rtol=4e-6)
+    assert torch.equal(got.counts.cpu(), want.counts)
+    assert operators.calls[emulator.QLI] == before
+
+
+def test_int8_queries_that_are_refused(family) -> None:
+    a = quantised()
+    apart = torch.cat([a["key_scale"], a["key_scale"]], 1)[:, :16]
+    for changes, sentence in (
+        (dict(ties="lowest"), "ties is lowest, supported: any"),
+        (dict(key_scale=apart), "key_strides is pages, supported: contiguous"),
+        (dict(k=2049), "k is 2049, supported: 0 to 2048"),
+        (dict(keys=call()["keys"], key_scale=None, format="bf16"), "format is bf16, supported: int8_index_h"),
+    ):
+        with pytest.raises(sparse_attn.NoBackend, match=sentence):
+            select(a, **changes)

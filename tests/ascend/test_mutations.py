@@ -73,6 +73,7 @@ def planned() -> None:
 def selection() -> None:
     others.test_empty_rows("A2")
     others.test_not_causal("A2")
+    others.test_int8_queries_and_keys("A2", "fp16", {})
     others.assert_agrees(others.call(heads=9))
 
 
@@ -156,6 +157,9 @@ FAULTS: tuple[tuple[types.ModuleType, str, str, Callable[[], None]], ...] = (
     (sparse_mla, "torch.where(fits, a.page_table, 0)", "a.page_table", planned),
     (sparse_mla, "seq_lens=lengths,", "seq_lens=a.seq_lens,", planned),
     (sparse_mla, "if planned is None else planned.words", "if True else planned.words", planned),
+    (indexer, "a.weights.float() * a.q_scale.float()", "a.weights.float()", selection),
+    (indexer, "weights / torch.where(largest > 0, largest, 1.0)", "weights", selection),
+    (indexer, "        a.key_scale,", "        torch.ones_like(a.key_scale),", selection),
     (indexer, "rows.tokens if a.causal else rows.length", "rows.tokens", selection),
     (indexer, "CAUSAL if a.causal else ALL", "CAUSAL", selection),
     (indexer, "seq_lens.clamp(min=0)", "seq_lens", selection),

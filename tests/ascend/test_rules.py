@@ -9,7 +9,7 @@ import emulator
 import pytest
 import torch
 from conftest import become
-from emulator import KV_QUANT, LI, SFA, SMLA, SMLA_METADATA, Rule, RuleBroken
+from emulator import KV_QUANT, LI, QLI, SFA, SMLA, SMLA_METADATA, Rule, RuleBroken
 
 Arguments = dict[str, Any]
 BF16 = torch.bfloat16
@@ -93,7 +93,19 @@ def indexer() -> Arguments:
     )
 
 
-VALID: dict[str, Callable[[], Arguments]] = {SFA: sfa, KV_QUANT: kv_quant, SMLA: smla, LI: indexer}
+def quant_indexer() -> Arguments:
+    return indexer() | dict(
+        query=torch.randint(-127, 128, (3, 8, 128)).to(torch.int8),
+        key=torch.randint(-127, 128, (6, 16, 1, 128)).to(torch.int8),
+        weights=torch.rand(3, 8).half(),
+        query_dequant_scale=torch.rand(3, 8).half(),
+        key_dequant_scale=torch.rand(6, 16, 1).half(),
+        query_quant_mode=0,
+        key_quant_mode=0,
+    )
+
+
+VALID: dict[str, Callable[[], Arguments]] = {SFA: sfa, KV_QUANT: kv_quant, SMLA: smla, LI: indexer, QLI: quant_indexer}
 
 
 def apart(t: torch.Tensor) -> torch.Tensor:
@@ -208,9 +220,23 @@ OF_INDEXER: dict[str, Callable[[Arguments], Arguments]] = {
     "tokens before and after": lambda a: dict(next_tokens=0),
     "no values with pages": lambda a: dict(return_value=True),
 }
+OF_QUANT_INDEXER: dict[str, Callable[[Arguments], Arguments]] = {
+    "contiguous": lambda a: dict(query=apart(a["query"])),
+    "type": lambda a: dict(key=a["key"].view(torch.uint8)),
+    "type on 950": lambda a: dict(query=a["query"].view(torch.uint8)),
+    "float16 with int8": lambda a: dict(key_dequant_scale=a["key_dequant_scale"].float()),
+    "scales of queries": lambda a: dict(query_dequant_scale=a["query_dequant_scale"][:, :3].contiguous()),
+    "scales of keys": lambda a: dict(key_dequant_scale=a["key_dequant_scale"].view(6, 16)),
+    "quant mode": lambda a: dict(key_quant_mode=2),
+    "count": lambda a: dict(sparse_count=3072),
+    "weights times scales fit float16": lambda a: dict(
+        weights=a["weights"] + 1000, query_dequant_scale=a["query_dequant_scale"] + 100
+    ),
+}
 WRONG: dict[tuple[str, str], Callable[[Arguments], Arguments]] = {
     **{(operator, name): change for operator in (SFA, KV_QUANT) for name, change in BOTH.items()},
-    **{(LI, name): change for name, change in OF_INDEXER.items()},
+    **{(operator, name): change for operator in (LI, QLI) for name, change in OF_INDEXER.items()},
+    **{(QLI, name): change for name, change in OF_QUANT_INDEXER.items()},
     **{(SMLA, name): change for name, change in OF_SMLA.items()},
     (SFA, "query heads"): lambda a: dict(query=a["query"][:, :3].contiguous(), query_rope=a["query_rope"][:, :3]),
     (SFA, "512 and 64"): lambda a: dict(query_rope=a["query_rope"][..., :32]),
@@ -314,3 +340,11 @@ def test_rows_past_the_last_sequence_are_not_written(family, operator: str) -> N
     arguments = VALID[operator]()
     ends = torch.tensor([1, 2], dtype=I32)
     assert first(call(operator, arguments | dict(actual_seq_lengths_query=ends)))[2].isnan().any()
+
+
+def test_scores_that_are_no_numbers_give_any_list(family) -> None:
+    arguments = quant_indexer()
+    scales = arguments["key_dequant_scale"].clone()
+    scales[1, 3] = float("nan")
+    found = call(QLI, arguments | dict(key_dequant_scale=scales))
+    assert torch.equal(found[0, 0], torch.arange(9, dtype=I32)) and not torch.equal(found[2, 0], found[0, 0])

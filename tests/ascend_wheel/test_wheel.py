@@ -94,6 +94,15 @@ def test_the_call_of_the_indexer_binds() -> None:
     indexer.lightning_indexer(a, lists, lists[..., 0], None, None)
 
 
+def test_the_call_of_the_quantised_indexer_binds() -> None:
+    a = selecting()
+    keys = torch.zeros(a.keys.shape, dtype=torch.int8)
+    scales = {"q_scale": torch.ones(a.q.shape[:2]), "key_scale": torch.ones(keys.shape[:3]).half()}
+    a = on_meta(a._replace(q=a.q.to(torch.int8), keys=keys, format="int8_index_h", **scales))
+    lists = torch.empty(len(a.q), 1, a.k, dtype=torch.int32, device="meta")
+    indexer.quant_lightning_indexer(a, lists, lists[..., 0], None, None)
+
+
 VIEWS = {"alias", "detach", "expand", "select.int", "slice.Tensor", "split_with_sizes", "transpose.int", "view.dtype"}
 VIEWS |= {"_unsafe_view", "permute", "unbind.int", "unsqueeze", "split.Tensor", "lift_fresh"}
 FILLS = {"new_full", "new_zeros", "zeros_like", "full_like", "scalar_tensor", "full", "ones_like", "constant_pad_nd"}
