@@ -49,7 +49,16 @@ class Capability:
 
 CAPABILITIES = (
     Capability("transformers", "any", "gqa", (*PLAIN, "int8"), (*PLAIN, "int8_index_h", "int4_index_h"), "native", ""),
-    Capability("transformers", "any", "dsa", PLAIN, (), "native", "expanded keys; transformers selects"),
+    Capability("transformers", "any", "dsa", PLAIN, (), "native", "keys expanded; transformers selects"),
+    Capability(
+        "transformers",
+        "any",
+        "dsa",
+        (*PLAIN, "fp8_v32", "int8_v32"),
+        (*PLAIN, "fp8_index", "int8_index", "fp4_index"),
+        "native",
+        "`PagedCache`",
+    ),
     Capability("transformers", "any", "blocks", PLAIN, (), "native", "transformers selects"),
     Capability("transformers", "any", "compressed", PLAIN, (), "native", "V4; transformers selects"),
     Capability("vllm", "cpu", "gqa", PLAIN, (), "native", "--attention-backend CUSTOM"),
@@ -86,7 +95,7 @@ def check(engine: str, device: str, model: Model, formats: Mapping[str, str]) ->
     """
     kind = family(model)
     found = [c for c in CAPABILITIES if (c.engine, c.family) == (engine, kind) and c.device in (device, "any")]
-    where = f"{engine} on {device}"
+    where = engine if device == "any" else f"{engine} on {device}"
     if not found:
         known = [c.family for c in CAPABILITIES if c.engine == engine and c.device in (device, "any")]
         raise Unsupported(

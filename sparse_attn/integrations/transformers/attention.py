@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from ... import attend, layout, select
 from ...checks import InvalidCall, expect
@@ -49,12 +48,6 @@ class Selection:
         for name in ("keep_first", "keep_last", "least", "queries"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Selection: {name}: expected 0 or more, got {getattr(self, name)}")
-
-
-def register() -> None:
-    """Make ``"sparse_attn"`` an attention implementation of transformers. Calling it again changes nothing."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
 
 
 def set_selection(model: nn.Module, selection: Selection | None) -> None:

@@ -8,66 +8,99 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ... import store
-from ...checks import InvalidCall, expect
+from ... import configs, store
+from ...checks import InvalidCall, expect, refuse
 from ...layout import FORMATS as LAYOUTS
 from ...layout import names, pages_for, slot
 from ...serving.pages import PageAllocator
+from .. import capabilities
 from .attention import FORMATS, FROM_THE_FIRST_SLOT, NAME, Entries, Rows
+from .planes import Planes
+
+CLASSES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}
+"""Models whose attention runs here, over planes of their own: how transformers' names of their classes begin."""
 
 
 class PagedCache(Cache):
-    """Keys and values of a dense model in paged planes, for ``generate(..., cache=cache)``.
+    """What a model keeps of its tokens, in paged planes, for ``generate(..., cache=cache)``.
 
-    A batch of any size shares the pages. ``crop`` works, so assisted generation does; beams, which share and copy
-    sequences, are refused. Layers with a sliding window keep every token.
+    Of a dense model, keys and values; layers with a sliding window keep every token. Of DeepSeek V3.2 and GLM-5, latent
+    rows and index keys. A batch of any size shares the pages. ``crop`` works, so assisted generation does; beams, which
+    share and copy sequences, are refused.
 
     Args:
         config: the model's, with ``attn_implementation="sparse_attn"``.
-        tokens: that fit, of all sequences together, padding included.
-        format: of keys and values: ``""`` (as the model computes them), or a format of plain rows or ``"int8"``.
-        index_format: of a copy of the keys that a selection scores (``"int8_index_h"``, ``"int4_index_h"``); ``""``
-            for none: it scores the keys themselves.
+        tokens: that fit, of all sequences together; in dense models, padding included.
+        format: of what attention reads: ``""`` (as the model computes it), a format of plain rows, and ``"int8"`` for
+            keys and values, ``"fp8_v32"`` or ``"int8_v32"`` for latent rows.
+        index_format: of what a selection scores: ``""``, plain, or ``"fp8_index"``, ``"int8_index"``, ``"fp4_index"``.
+            In dense models of a copy of the keys, ``"int8_index_h"`` or ``"int4_index_h"``; ``""`` for none: it scores
+            the keys themselves.
         page_size: tokens of a page.
 
     Raises:
-        InvalidCall: for a model whose cache holds something else than keys and values.
+        InvalidCall: for a model that keeps something else.
+        Unsupported: for a format that does not hold what the model keeps.
     """
 
     def __init__(self, config: Any, tokens: int, format: str = "", index_format: str = "", page_size: int = 64) -> None:
-        config = config.get_text_config(decoder=True)
-        other = any(getattr(config, name, None) for name in ("kv_lora_rank", "index_topk", "compress_ratios"))
-        other = other or config.model_type in FROM_THE_FIRST_SLOT
-        kind = config.model_type
-        expect(
-            not other, "PagedCache", "config", "a model whose cache holds keys and values", kind, "use its own cache"
-        )
-        kv, index = ("", *names("kv", packed=False)), ("", *names("index", packed=False))
-        expect(format in kv, "PagedCache", "format", f"one of {', '.join(map(repr, kv))}", repr(format))
-        expect(
-            index_format in index,
-            "PagedCache",
-            "index_format",
-            f"one of {', '.join(map(repr, index))}",
-            repr(index_format),
-        )
-        self.config = config
-        self.pages = PageAllocator(pages_for(tokens, page_size), page_size)
-        self._last: tuple[Any, tuple[Tensor, Tensor]] = None, (torch.empty(0), torch.empty(0))
-        layers = [PagedLayer(self, format, index_format) for _ in range(config.num_hidden_layers)]
+        self.config = config = config.get_text_config(decoder=True)
+        self.planes: Planes | None = None
+        layers: list[Layer]
+        if config.model_type in CLASSES:
+            plan = configs.plan(config.to_dict())[0]
+            formats = {"main": format, "index": index_format}
+            named = {kind: name for kind, name in formats.items() if name}
+            capabilities.check("transformers", "any", plan, named)
+            self.planes = Planes(plan, tokens, page_size, formats)
+            layers = [PlanesLayer(self.planes) for _ in plan.layers]
+        else:
+            self._expect_dense(format, index_format)
+            self.pages = PageAllocator(pages_for(tokens, page_size), page_size)
+            self._last: tuple[Any, tuple[Tensor, Tensor]] = None, (torch.empty(0), torch.empty(0))
+            layers = [PagedLayer(self, format, index_format) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)
+
+    def _expect_dense(self, format: str, index_format: str) -> None:
+        kind = self.config.model_type
+        other = any(getattr(self.config, name, None) for name in ("kv_lora_rank", "index_topk", "compress_ratios"))
+        other = other or kind in FROM_THE_FIRST_SLOT
+        expected = f"{', '.join(CLASSES)}, or a model whose cache holds keys and values"
+        expect(not other, "PagedCache", "config", expected, kind, "use its own cache")
+        for name, given, use in (("format", format, "kv"), ("index_format", index_format, "index")):
+            known = ("", *names(use, packed=False))
+            expect(given in known, "PagedCache", name, f"one of {', '.join(map(repr, known))}", repr(given))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all planes."""
+        if self.planes is not None:
+            return self.planes.nbytes
         planes = [plane for layer in self.layers for plane in layer.stored()]
         return sum(p.rows.nbytes + (0 if p.scale is None else p.scale.nbytes) for p in planes)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def expect_implementation(self) -> None:
+        """Raise ``InvalidCall`` if the model attends in another way."""
         implementation = self.config._attn_implementation
         do = "call model.set_attn_implementation"
         expect(implementation == NAME, "PagedCache", "attn_implementation", repr(NAME), repr(implementation), do)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.expect_implementation()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens, ``-tokens_to_remove`` of them."""
+        if self.planes is None:
+            super().crop(tokens_to_remove)
+        else:
+            self.planes.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        if self.planes is None:
+            super().reset()
+        else:
+            self.planes.reset()
 
     def slots(self, batch: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Slots of tokens ``[start, start + count)`` of every sequence, int64 ``[B * count]``, and the page table."""
@@ -86,11 +119,50 @@ class PagedCache(Cache):
         return self._last[1]
 
 
-class PagedLayer(CacheLayerMixin):
-    """One layer of a ``PagedCache``."""
+class Layer(CacheLayerMixin):
+    """One layer, of sequences that stay as many as they are."""
 
     is_croppable = True
     is_sliding = False
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise InvalidCall("PagedCache: beams: expected none, got a reordering; use the model's own cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise InvalidCall("PagedCache: sequences: expected as many as before, got copies; use the model's own cache")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise InvalidCall("PagedCache: sequences: expected as many as before, got some; use the model's own cache")
+
+
+class PlanesLayer(Layer):
+    """One layer of planes, for what transformers asks of it: how long the rows of the batch are."""
+
+    def __init__(self, planes: Planes) -> None:
+        super().__init__()
+        self.planes = planes
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise refuse("PagedCache", "attention", *UNREGISTERED)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise refuse("PagedCache", "attention", *UNREGISTERED)
+
+    def get_seq_length(self) -> int:
+        return self.planes.places
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.planes.places + query_length, 0
+
+
+UNREGISTERED = "the module's, as register() leaves it", "an older one", "call register() before the model is loaded"
+
+
+class PagedLayer(Layer):
+    """One layer of keys and values."""
 
     def __init__(self, cache: PagedCache, format: str, index_format: str) -> None:
         super().__init__()
@@ -139,9 +211,6 @@ class PagedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
 
-    def get_max_length(self) -> int:
-        return -1
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens, ``-tokens_to_remove`` of them."""
         expect(
@@ -151,12 +220,3 @@ class PagedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.length = 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise InvalidCall("PagedCache: beams: expected none, got a reordering; use the model's own cache")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise InvalidCall("PagedCache: sequences: expected as many as before, got copies; use the model's own cache")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise InvalidCall("PagedCache: sequences: expected as many as before, got some; use the model's own cache")
