@@ -15,7 +15,7 @@ COMMANDS = {
     "plan": ("plan", "main", "what a model's cache costs and buys on a device, and what binds"),
     "metrics": ("metrics", "main", "what is exported to Prometheus: [--dashboard | --alerts] [--model NAME]"),
     "calibrate": ("calibrate", "main", "coefficients of a step's time from measured steps, and the knee: FILE"),
-    "crossover": ("calibrate", "main_crossover", "dense against sparse over length, from measured calls: FILE --k N"),
+    "crossover": ("crossover", "main", "dense against sparse over length, from measured calls, or measured here: FILE"),
     "profile": ("profile", "main", "what limits a selecting layer here, or a service: --model NAME or --records FILE"),
     "quality": ("quality.cli", "main", "what a selection costs a model, and the share to take: [MODEL]"),
     "support": ("support", "main", "what each kernel can do: [OP] [--json | --markdown], or --engines"),

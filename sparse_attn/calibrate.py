@@ -1,6 +1,6 @@
-"""``python -m sparse_attn calibrate`` and ``crossover``: what measured steps and calls say.
+"""``python -m sparse_attn calibrate``: what measured steps say.
 
-They measure nothing, but for ``calibrate --endpoint``, which times a service first.
+It measures nothing, but for ``--endpoint``, which times a service first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .plan import preset
-from .serving import calibration, crossover, endpoint
+from .serving import calibration, endpoint
 from .serving.cost import TERMS
 from .serving.knee import NoKnee, knee
 
@@ -24,16 +24,14 @@ SAID = {
 }
 
 
-def _parser(command: str, about: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m sparse_attn {command}", description=about)
-    parser.add_argument("file", metavar="FILE", help="JSON lines: see docs/serving.md")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
-    return parser
-
-
 def main(argv: list[str]) -> int:
     """``calibrate``: coefficients of a step's time with intervals, and the knee of decode throughput."""
-    parser = _parser("calibrate", "Coefficients of a step's time from measured steps, and the knee of throughput.")
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_attn calibrate",
+        description="Coefficients of a step's time from measured steps, and the knee of throughput.",
+    )
+    parser.add_argument("file", metavar="FILE", help="JSON lines: see docs/serving.md")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument("--device", default="", metavar="NAME", help="fingerprint of machine, model and formats")
     parser.add_argument("--save", metavar="FILE", help="write the coefficients as a profile for admission")
     service = parser.add_argument_group("of a running service", "FILE is written first: steps as seen from outside")
@@ -88,33 +86,3 @@ def _measure(options: argparse.Namespace) -> None:
     with open(options.file, "x") as file:  # steps that were measured before are not lost
         for step in endpoint.measure(service, model, options.lengths, options.sequences, options.tokens):
             print(json.dumps(step), file=file)
-
-
-def main_crossover(argv: list[str]) -> int:
-    """``crossover``: dense against sparse over length, for each batch and ratio."""
-    parser = _parser("crossover", "Dense against sparse over length, for each batch and ratio, from measured calls.")
-    parser.add_argument("--k", type=int, required=True, metavar="N", help="entries that are selected at least")
-    options = parser.parse_args(argv)
-    try:
-        found = crossover.crossovers(crossover.read(options.file), options.k)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.json:
-        print(json.dumps([asdict(each) for each in found], indent=2))
-        return 0
-    print("| batch | ratio | length | dense ms | sparse ms | dense / sparse | faster | results |")
-    print("|---|---|---|---|---|---|---|---|")
-    for each in found:
-        for cell in each.cells:
-            times = f"{1e3 * cell.dense:.4g} | {1e3 * cell.sparse:.4g} | {cell.speedup:.2f}"
-            results = "same" if cell.exact else "differ"
-            print(
-                f"| {each.batch} | {each.ratio:g} | {cell.length} | {times} | {cell.faster or 'neither'} | {results} |"
-            )
-    for each in found:
-        where = "not in what was measured"
-        if each.length:
-            where = f"between {each.length[0]} and {each.length[1]}" if each.length[0] else "from the shortest on"
-        print(f"batch {each.batch}, ratio {each.ratio:g}: sparse becomes faster for good {where}")
-    return 0

@@ -64,7 +64,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--budget", type=float, default=0.2, help="seconds that a step may take")
     add("--hold", type=float, default=30.0, help="seconds a request may wait; then 503, if admission enforces")
     add("--profile", type=Path, metavar="FILE", help="of step times, from calibrate; without, memory alone decides")
-    add("--device", default="", metavar="NAME", help="the fingerprint that the profile was calibrated with")
+    add(
+        "--crossover",
+        type=Path,
+        metavar="FILE",
+        help="up to which lengths to attend densely, from crossover; without, those at which everything is selected",
+    )
+    add(
+        "--device",
+        default="",
+        metavar="NAME",
+        help="fingerprint of profile and crossover; without, found here and said",
+    )
     add("--records", type=Path, metavar="FILE", help="append a line of JSON for each step and request, for calibrate")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     add("--threads", type=int, metavar="N", help="CPU threads; without, PyTorch's choice")
@@ -79,13 +90,14 @@ def application(options: argparse.Namespace) -> Any:
 
     from .serving.admission import Admission, Limits
     from .serving.cost import Predictor, StepCost
+    from .serving.crossover import Switch, Switches
     from .serving.engine import Engine
     from .serving.http import Endpoint
     from .serving.manager import CacheManager
     from .serving.metrics import Exporter
     from .serving.observer import Observer
     from .serving.records import Records
-    from .serving.runner import Runner
+    from .serving.runner import FLOOR, Runner
     from .serving.scheduler import Scheduler, Steps
     from .serving.service import ServiceMetrics
 
@@ -96,16 +108,23 @@ def application(options: argparse.Namespace) -> Any:
     predictor = None
     if options.profile:
         predictor = Predictor(runner.plan, StepCost.from_dict(json.loads(options.profile.read_text())))
+    device = options.device or fingerprint(name, options.dtype)
+    print(f"serve: on {device!r}", file=sys.stderr)
     limits = Limits(options.budget, hold=options.hold, overdue="refuse")
-    admission = Admission(limits, predictor, options.device, options.mode)
+    admission = Admission(limits, predictor, device, options.mode)
     if admission.alarm:
         print(f"serve: {admission.alarm}", file=sys.stderr)
+    switch = Switch(FLOOR)
+    if options.crossover:
+        switch, said = Switches.load(options.crossover).of(float(options.share), device, FLOOR)
+        if said:
+            print(f"serve: crossover: {said}; attends densely up to {FLOOR} tokens until then", file=sys.stderr)
     manager = CacheManager([runner.memory.plane], options.pages, reserve=options.reserve)
     steps = Steps(options.tokens, options.running, options.queue)
     registry = CollectorRegistry()
     records = Records(str(options.records)) if options.records else None
     observer = Observer(runner.plan, Exporter(name, registry=registry), records, formats=runner.formats)
-    scheduler = Scheduler(manager, admission, steps, salt=name.encode())
+    scheduler = Scheduler(manager, admission, steps, salt=name.encode(), switch=switch)
     engine = Engine(runner, scheduler, observer=observer, watcher=ServiceMetrics(registry))
 
     @asynccontextmanager
@@ -115,6 +134,16 @@ def application(options: argparse.Namespace) -> Any:
         engine.close()
 
     return Endpoint(engine, served(model, tokenizer, name, runner.longest), registry).app(lifespan)
+
+
+def fingerprint(name: str, dtype: str) -> str:
+    """What times of steps and calls depend on: the machine, its threads, the model and its formats."""
+    import torch
+
+    from .doctor import cpu
+    from .serving.runner import FORMAT, INDEX_FORMAT
+
+    return f"{cpu()['model']}, {torch.get_num_threads()} threads, {name} {dtype}, {FORMAT} {INDEX_FORMAT}"
 
 
 def load(folder: Path | None) -> tuple[Any, Any, str]:

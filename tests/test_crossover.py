@@ -11,7 +11,7 @@ from test_calibration import TRUE, rows
 
 from sparse_attn.__main__ import main
 from sparse_attn.serving.cost import StepCost
-from sparse_attn.serving.crossover import Timing, crossovers, read
+from sparse_attn.serving.crossover import Switch, Switches, Timing, crossovers, read, switches
 
 K = 1024
 
@@ -60,8 +60,43 @@ def test_the_path_of_a_length() -> None:
     assert paths == ["", "dense", "dense", "dense", "dense", "sparse", "sparse"]
 
 
+@pytest.mark.parametrize(
+    ("factors", "switch"),
+    [
+        ({512: 0.5, 2048: 0.8, 8192: 2.0}, (1024, 8191)),
+        ({512: 0.5, 1000: 2.0, 8192: 2.0}, (999, 0)),
+        ({512: 2.0, 2048: 2.0}, (511, 0)),  # nothing is known of shorter ones: what is exact is dense
+        ({2048: 2.0, 8192: 2.0}, (1024, 0)),
+        ({512: 0.5, 2048: 1.0}, (1024, 2048)),  # of longer ones neither: they select
+        ({128: 0.5, 512: 0.5}, (512, 0)),
+    ],
+)
+def test_where_an_engine_changes_over(factors: dict[int, float], switch: tuple[int, int]) -> None:
+    found = switches(crossovers(timings(factors), K), K)[0.25]
+    assert (found.exact, found.approximate) == switch
+    for length in (1, found.exact):
+        assert found.reason(length) == "exact"
+    if found.approximate:
+        assert [found.reason(n) for n in (K, K + 1, found.approximate)] == ["exact", "approximate", "approximate"]
+    assert found.reason(max(switch) + 1) == ""
+
+
+def test_the_batch_that_selects_soonest_decides() -> None:
+    """Else what a sequence gets would depend on its neighbours."""
+    every = [*timings({512: 0.5, 4096: 2.0}, batch=1), *timings({512: 0.5, 4096: 0.5, 8192: 2.0}, batch=4)]
+    found = switches(crossovers([*every, *timings({512: 2.0}, ratio=0.1)], K), K)
+    assert found == {0.25: Switch(K, 4095), 0.1: Switch(511)}
+
+
 # (text in the file, what stands there instead)
 FAULTS = [
+    ("faster - 1 if slower else", "faster if slower else"),
+    ("min(faster - 1, k)", "faster - 1"),
+    ("crossover.cells[-1].length", "crossover.cells[0].length"),
+    ("min(limits.get(each.ratio, _limit(each, k)), _limit(each, k))", "_limit(each, k)"),
+    ("Switch(min(limit, k)", "Switch(limit"),
+    ("limit if limit > k else 0", "limit"),
+    ('return "approximate" if visible <=', 'return "approximate" if visible <'),
     ("high_sparse < low_dense and s", "s"),
     ("s < (1 - CLEAR) * d", "s < d"),
     ("length <= k)", "length < k + 2000)"),
@@ -82,6 +117,43 @@ def test_the_checks_notice(old: str, new: str, monkeypatch: pytest.MonkeyPatch) 
                 test_the_switch(*case)
         test_times_that_spread_do_not_differ()
         test_the_path_of_a_length()
+        monkeypatch.setitem(globals(), "switches", broken.switches)
+        monkeypatch.setitem(globals(), "Switch", broken.Switch)
+        for case in test_where_an_engine_changes_over.pytestmark[0].args[1]:  # type: ignore[attr-defined]
+            test_where_an_engine_changes_over(*case)
+        test_the_batch_that_selects_soonest_decides()
+
+
+def test_what_was_saved_counts_for_its_device_and_lists_alone(tmp_path: Path) -> None:
+    path = tmp_path / "crossover.json"
+    Switches("here", K, {0.25: Switch(K, 4095), 0.125: Switch(511)}).save(path)
+    it = Switches.load(path)
+    assert it.of(0.25, "here", K) == (Switch(K, 4095), "")
+    assert it.of(0.125, "here", K) == (Switch(511), "")
+    for asked, said in (
+        ((0.25, "there", K), "expected one of 'there', got one of 'here'; measure here"),
+        ((0.25, "here", 256), "expected one for lists of 256 entries at least, got 1024; measure again"),
+        ((0.5, "here", K), "expected one of ratio 0.5, got 0.25, 0.125; measure it"),
+    ):
+        assert it.of(*asked) == (Switch(asked[2]), said)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"device": "", "k": 9, "switches": [{"ratio": 0.5}]}',
+        '{"device": "", "k": 9, "switches": [{"ratio": 0.5, "exact": 10}]}',
+        '{"device": "", "k": 9, "switches": [{"ratio": 0.5, "exact": 9, "approximate": 8}]}',
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "crossover.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="expected switches that crossover --save wrote"):
+        Switches.load(path)
 
 
 def test_batches_and_ratios_are_apart() -> None:
@@ -117,6 +189,12 @@ def test_the_crossover_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "batch 1, ratio 0.25: sparse becomes faster for good between 512 and 2048" in said
     assert main(["crossover", path, "--k", "1024", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["length"] == [512, 2048]
+    saved = tmp_path / "crossover.json"
+    assert main(["crossover", path, "--k", "1024", "--save", str(saved), "--device", "here"]) == 0
+    assert Switches.load(saved) == Switches("here", 1024, {0.25: Switch(1024, 2047)})
+    capsys.readouterr()
+    assert main(["crossover", path]) == 2
+    assert "--k: expected the entries that are selected at least, got none" in capsys.readouterr().err
     for wrong in ({"length": 1}, {**vars(timings({9: 1.0})[0]), "path": "both"}):
         assert main(["crossover", lines(tmp_path / "wrong.jsonl", [wrong]), "--k", "1"]) == 2
         assert "line 1: expected length, batch, ratio" in capsys.readouterr().err

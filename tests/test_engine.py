@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 
 import pytest
@@ -10,6 +11,9 @@ from tiny_engine import PAGE, engine, finish, nothing_leaked, prompt, submit, ti
 
 from sparse_attn.serving import runner
 from sparse_attn.serving.admission import Admission, Limits
+from sparse_attn.serving.crossover import Switch
+from sparse_attn.serving.observer import Observer
+from sparse_attn.serving.records import Records
 from sparse_attn.serving.runner import Sampling
 from sparse_attn.serving.scheduler import Refused, Steps
 
@@ -46,6 +50,43 @@ def test_what_selects_differs_from_what_is_dense_only_past_the_floor(monkeypatch
     assert heard[30, False].tokens == heard[30, True].tokens == alone(prompt(1, 30), 24)
     assert heard[900, True].tokens == alone(prompt(1, 900), 24)
     assert heard[900, False].tokens != heard[900, True].tokens
+
+
+def test_below_the_switch_attention_is_dense_and_records_say_so(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Below what is exact the tokens are the same; below what is approximate they are those of dense attention."""
+    monkeypatch.setattr(runner, "FLOOR", 60)
+    path = tmp_path / "records"
+    found = {}
+    for name, switch in (("none", None), ("exact", Switch(60)), ("approximate", Switch(60, 1000))):
+        it = engine(pages=200, share=Fraction(1, 16), switch=switch)
+        if name == "approximate":
+            it._observer = Observer(it.runner.plan, records=Records(str(path)))
+        heard = {length: submit(it, length, prompt(1, length), output=24) for length in (30, 900)}
+        submit(it, "dense", prompt(2, 40), output=3, dense=True)
+        finish(it)
+        found[name] = {length: each.tokens for length, each in heard.items()}
+    assert found["none"][30] == found["exact"][30] == found["approximate"][30] == alone(prompt(1, 30), 24)
+    assert found["none"][900] == found["exact"][900] != found["approximate"][900] == alone(prompt(1, 900), 24)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [line for line in lines if line["record"] == "step"]
+    reasons: dict[str, int] = {}
+    for step in steps:
+        assert sum(step["reasons"].values()) == step["prefill"]["sequences"] + step["decode"]["sequences"]
+        for reason, sequences in step["reasons"].items():
+            reasons[reason] = reasons.get(reason, 0) + sequences
+        assert sum(work["tokens"] for work in step["works"].values()) == sum(
+            step[phase]["tokens"] for phase in ("prefill", "decode")
+        )
+        assert set(step["works"]) <= {"dense", "chunk"}
+    chunks = sum(step["works"].get("chunk", {"sequences": 0})["sequences"] for step in steps)
+    assert reasons == {"prompt": chunks, "request": 2, "exact": 23, "approximate": 23}
+    # every token was attended to in full, and is counted so
+    requests = {line["request"]: line for line in lines if line["record"] == "request"}
+    layers = 2
+    for name, prompted, output in (("30", 30, 24), ("900", 900, 24), ("dense", 40, 3)):
+        seen = prompted + output - 1
+        pairs = requests[name]["prefill"]["attended_pairs"] + requests[name]["decode"]["attended_pairs"]
+        assert pairs == layers * seen * (seen + 1) // 2, name
 
 
 def test_preempted_requests_go_on_where_they_were() -> None:

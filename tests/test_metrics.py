@@ -14,6 +14,7 @@ from queries import Samples, resolve
 from sparse_attn.__main__ import main
 from sparse_attn.models import PRESETS, Model, Selection, dense, mla
 from sparse_attn.serving.admission import Decision
+from sparse_attn.serving.cost import Work
 from sparse_attn.serving.dashboard import alerts, dashboard, decode_ratio, to_yaml
 from sparse_attn.serving.exposition import parse
 from sparse_attn.serving.metrics import COMMON, MARGIN, METRICS, PLANES, Exporter, crossover
@@ -311,6 +312,41 @@ def test_records_are_the_counts(tmp_path: Path) -> None:
     for batch in BATCHES:
         plan.step(batch)
     assert last["configured_kv_ratio"] == plan.finish("a").effective_kv_ratio < 0.5
+
+
+def test_an_engine_that_chooses_is_counted_as_it_chose(tmp_path: Path) -> None:
+    path, registry = tmp_path / "records.jsonl", prometheus_client.CollectorRegistry()
+    steps = [
+        ({"a": Work(0, 40, True), "b": Work(90, 91)}, {"prompt": 1, "plan": 1}),
+        ({"a": Work.decode(41, True), "b": Work.decode(92)}, {"exact": 1, "plan": 1}),
+        ({"a": Work.decode(42), "b": Work.decode(93)}, {"plan": 2}),
+    ]
+    sparse, full = Counter(SMALL), Counter(dense(SMALL))
+    with Records(str(path)) as records:
+        observer = Observer(SMALL, Exporter("m", registry=registry), records=records)
+        counts = [observer.works(works, reasons, 0.5) for works, reasons in steps]
+        request = observer.finish("a")
+    assert [each.total for each in counts] == [
+        full([(0, 40)]) + sparse([(90, 91)]),
+        full([(40, 41)]) + sparse([(91, 92)]),
+        sparse([(41, 42), (92, 93)]),
+    ]
+    assert request.total == full([(0, 40)]) + full([(40, 41)]) + sparse([(41, 42)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("reasons") for line in lines[:3]] == [reasons for _, reasons in steps]
+    assert [set(line["works"]) for line in lines[:3]] == [{"chunk", "selecting"}, {"dense", "selecting"}, {"selecting"}]
+    found = full([(40, 41)])
+    attended = found.attended_pairs
+    assert lines[1]["works"]["dense"] == {"sequences": 1, "tokens": 1, "scored": 0, "attended": attended}
+    selecting = sparse([(41, 42), (92, 93)])
+    scored = {"scored": selecting.pairs["scored"], "attended": selecting.attended_pairs}
+    assert lines[2]["works"]["selecting"] == {"sequences": 2, "tokens": 2, **scored}
+    # what the engine chose is what was configured, so no alarm compares it with the plan
+    assert lines[3]["configured_kv_ratio"] == lines[3]["effective_kv_ratio"] == request.effective_kv_ratio
+    found = parse(prometheus_client.generate_latest(registry).decode())
+    layers = sum(layer.selection is not None for layer in SMALL.layers)
+    for path_, reason, times in (("sparse", "plan", 3), ("dense", "prompt", 1), ("dense", "exact", 1)):
+        assert value(found, "sparse_attn_dispatch_total", path=path_, reason=reason) == times * layers
 
 
 def test_an_observer_counts_what_its_engine_runs() -> None:

@@ -13,6 +13,7 @@ from test_cost import MODEL, PAIR
 from sparse_attn.serving import scheduler as rule
 from sparse_attn.serving.admission import Admission, Limits
 from sparse_attn.serving.cost import Predictor, StepCost
+from sparse_attn.serving.crossover import Switch
 from sparse_attn.serving.manager import CacheManager, PagedPlane
 
 PAGE = 16
@@ -122,7 +123,34 @@ def the_same_calls_give_the_same_decisions(module: ModuleType) -> None:
     assert history()[-1][2] > 0
 
 
+def what_is_below_the_switch_is_dense(module: ModuleType) -> None:
+    predictor = Predictor(MODEL, StepCost(scored=PAIR, attended=PAIR, device=DEVICE))
+    it = scheduler(module, admission=Admission(Limits(1.0, memory=1.0), predictor, DEVICE))
+    it.switch = Switch(12, 14)
+    for n, tokens in enumerate((10, 30)):
+        it.submit(request(module, n, tokens, output=9, first=1000 * n), 0.0)
+    it.submit(request(module, "dense", 20, output=9, dense=True), 0.0)
+    reasons: list[dict[object, str]] = []
+    for _ in range(6):
+        plan = it.plan(0.0)
+        reasons.append({part.request.name: part.reason for part in plan.parts})
+        assert [part.dense for part in plan.parts] == [part.reason != "plan" for part in plan.parts]
+        assert [work.dense for work in plan.works] == [part.dense for part in plan.parts]
+        # what admission prices is what the next step will do
+        ahead = {name: work.dense for name, work in zip(it.running, it.load.running, strict=True)}
+        it.advance(plan, {part.request.name: 7 for part in plan.parts if part.samples}, 1.0)
+        if len(reasons) > 1:
+            assert ahead == {part.request.name: part.dense for part in plan.parts}
+    assert [each[0] for each in reasons] == ["prompt", "exact", "exact", "approximate", "approximate", "plan"]
+    assert [each[1] for each in reasons] == ["prompt"] + ["plan"] * 5
+    assert [each["dense"] for each in reasons] == ["prompt"] + ["request"] * 5
+    it.submit(request(module, "short", 11), 0.0)
+    it.submit(request(module, "long", 14), 0.0)
+    assert [it._waiting(each, 0.0).dense for each in it.waiting.values()] == [True, False]
+
+
 CHECKS = [
+    what_is_below_the_switch_is_dense,
     prompts_come_in_chunks_beside_those_that_decode,
     one_of_which_a_step_computes_nothing_waits,
     a_prompt_that_began_has_its_pages,
@@ -140,6 +168,14 @@ def test_the_rule(check) -> None:  # type: ignore[no-untyped-def]
 
 # (check that must notice, text in the file, what stands there instead)
 FAULTS = [
+    (what_is_below_the_switch_is_dense, "self.switch.reason(tokens) or", "self.switch.reason(tokens - 1) or"),
+    (
+        what_is_below_the_switch_is_dense,
+        "if before < request.prompt else self._reason(request, after)",
+        "if before < request.prompt else 'plan'",
+    ),
+    (what_is_below_the_switch_is_dense, 'self._reason(request, request.prompt + 1) != "plan"', "request.dense"),
+    (what_is_below_the_switch_is_dense, 'self._reason(request, tokens) != "plan")', "request.dense)"),
     (prompts_come_in_chunks_beside_those_that_decode, "self.steps.tokens - len(decoding), True", "64, True"),
     (prompts_come_in_chunks_beside_those_that_decode, "return self.after == len(self.request.tokens)", "return True"),
     (

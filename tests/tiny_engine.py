@@ -6,8 +6,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_attn.serving.admission import Admission, Limits
+from sparse_attn.serving.crossover import Switch
 from sparse_attn.serving.engine import Engine
 from sparse_attn.serving.manager import CacheManager
+from sparse_attn.serving.observer import Observer
 from sparse_attn.serving.runner import Runner
 from sparse_attn.serving.scheduler import Request, Scheduler, Steps
 
@@ -44,13 +46,16 @@ def engine(
     prefixes: bool = True,
     reserve: float = 0.15,
     watcher: object = None,
+    observer: Observer | None = None,
+    switch: Switch | None = None,
     **runner: object,
 ) -> Engine:
     """An engine whose memory is exact, so that its tokens are those of the model."""
     made = Runner(tiny_model(), pages, PAGE, **{"format": "fp32", "index_format": "fp32", **runner})
     manager = CacheManager([made.memory.plane], pages, reserve=reserve)
     rule = admission or Admission(Limits(1.0, memory=1.0), None)
-    return Engine(made, Scheduler(manager, rule, steps or Steps(64, 16), prefixes=prefixes), watcher=watcher)
+    chosen = Scheduler(manager, rule, steps or Steps(64, 16), prefixes=prefixes, switch=switch)
+    return Engine(made, chosen, observer=observer, watcher=watcher)
 
 
 class Heard(list):

@@ -1,17 +1,18 @@
-"""From which length sparse attention is faster than dense, from measured times. Imports no torch.
+"""From which length sparse attention is faster than dense, from measured times, and where an engine changes over.
 
 Up to K visible entries everything is selected: dense attention gives the same result there, and a dispatcher may take
-whichever is faster. Past K the two differ, and to change over is a matter of the model's quality too.
+whichever is faster. Past K the two differ, and to change over is a matter of the model's quality too. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Literal
 
 CLEAR = 0.05
 """Share by which the times of a length must differ to count as different, at least."""
@@ -125,3 +126,81 @@ def _switch(cells: Sequence[Cell]) -> tuple[int, int] | None:
         return None
     first = len(won) - won[::-1].index(False) if False in won else 0
     return (cells[first - 1].length if first else 0), cells[first].length
+
+
+# --- Where an engine changes over
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Up to how many visible entries a sequence that selects is attended densely after all.
+
+    * ``exact``: where everything is selected, so that results are the same; at most K.
+    * ``approximate``: above K, where the selection took no less time though dense attention reads more; 0: nowhere.
+      Results differ from the selection's: a model that was trained to select should not be run so.
+    """
+
+    exact: int
+    approximate: int = 0
+
+    def reason(self, visible: int) -> Literal["", "exact", "approximate"]:
+        """Which of the two makes attention to so many visible entries dense; ``""`` if it selects."""
+        if visible <= self.exact:
+            return "exact"
+        return "approximate" if visible <= self.approximate else ""
+
+
+def switches(found: Iterable[Crossover], k: int) -> dict[float, Switch]:
+    """The switch of each ratio: dense where it was faster or as fast in every batch that was measured, so that what a
+    sequence gets does not depend on its neighbours. Lengths beyond those measured select."""
+    limits: dict[float, int] = {}
+    for each in found:
+        limits[each.ratio] = min(limits.get(each.ratio, _limit(each, k)), _limit(each, k))
+    return {ratio: Switch(min(limit, k), limit if limit > k else 0) for ratio, limit in limits.items()}
+
+
+def _limit(crossover: Crossover, k: int) -> int:
+    if crossover.length is None:
+        return crossover.cells[-1].length
+    slower, faster = crossover.length
+    return faster - 1 if slower else min(faster - 1, k)  # below all that was measured, only what is exact
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What was measured on a device, for lists of ``k`` entries at least: a switch by ratio."""
+
+    device: str
+    k: int
+    by_ratio: Mapping[float, Switch]
+
+    def save(self, path: str | Path) -> None:
+        rows = [{"ratio": ratio, **asdict(switch)} for ratio, switch in self.by_ratio.items()]
+        Path(path).write_text(json.dumps({"device": self.device, "k": self.k, "switches": rows}) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Switches:
+        """What ``save`` wrote. Raises ValueError for anything else."""
+        try:
+            found = json.loads(Path(path).read_text())
+            by_ratio = {float(row.pop("ratio")): Switch(**row) for row in found.pop("switches")}
+            it = cls(**found, by_ratio=by_ratio)
+            if not all(
+                0 <= s.exact <= it.k and (s.approximate == 0 or s.approximate > it.k) for s in by_ratio.values()
+            ):
+                raise ValueError
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"{path}: expected switches that crossover --save wrote, got something else") from None
+        return it
+
+    def of(self, ratio: float, device: str, k: int) -> tuple[Switch, str]:
+        """The switch of a ratio on ``device``, and why it is not the measured one but the default, ``Switch(k)``, if so
+        (else ``""``)."""
+        if device != self.device:
+            return Switch(k), f"expected one of {device!r}, got one of {self.device!r}; measure here"
+        if self.k != k:
+            return Switch(k), f"expected one for lists of {k} entries at least, got {self.k}; measure again"
+        if ratio not in self.by_ratio:
+            known = ", ".join(f"{known:g}" for known in self.by_ratio)
+            return Switch(k), f"expected one of ratio {ratio:g}, got {known}; measure it"
+        return self.by_ratio[ratio], ""

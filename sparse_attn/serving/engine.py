@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
 
@@ -104,8 +105,8 @@ class Engine:
         now = self.clock()
         with self._lock:
             if self._observer and plan.parts:
-                spans = {part.request.name: (part.before, part.after) for part in plan.parts}
-                self._observer.step(spans, now - begin)
+                works = {part.request.name: part.work for part in plan.parts}
+                self._observer.works(works, Counter(part.reason for part in plan.parts), now - begin)
             for event in self.scheduler.advance(plan, sampled, now - begin):
                 if self._watcher:
                     self._watcher.event(event, now)

@@ -86,7 +86,8 @@ METRICS = {
         Metric(
             "sparse_attn_dispatch_total",
             "counter",
-            "Layers that were run, by path; the reason is the plan, or the engine where it has no sparse kernels.",
+            "Layers that were run, by path. The reason is the plan, or the engine, where it has no sparse kernels; in "
+            "serve also prompt, request, and exact or approximate, where dense attention was faster.",
             ("path", "reason"),
         ),
         Metric(

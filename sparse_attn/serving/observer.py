@@ -3,16 +3,20 @@
 observer = Observer("deepseek-v3.2", Exporter("my-model"))
 observer.step({"a": (0, 4096), "b": (900, 901)})  # tokens of each request before and after the step
 observer.finish("a")
+
+An engine that chooses for each sequence whether it selects calls ``works`` instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 from ..models import Model, dense
+from .cost import Work
 from .metrics import Exporter, crossover
 from .records import Records
-from .stats import Span, Stats, StepStats
+from .stats import Counts, Span, Stats, StepStats
 
 
 class Observer:
@@ -41,12 +45,12 @@ class Observer:
         self.model = plan.counter.model
         self.crossover = crossover(self.model)
         self.stats = Stats(dense(self.model), drafts=drafts, formats=formats) if runs_dense else plan
+        self._dense: Stats | None = None  # of sequences that an engine attended densely by choice
+        self._formats = formats
         self._plan = plan if runs_dense else None
         self.exporter, self._records, self.runs_dense = exporter, records, runs_dense
-        selecting = sum(layer.selection is not None for layer in self.model.layers)
-        others = len(self.model.layers) - selecting
-        paths = {("dense", "plan"): others, ("dense", "engine") if runs_dense else ("sparse", "plan"): selecting}
-        self._layers = {path: number for path, number in paths.items() if number}
+        self._selecting = sum(layer.selection is not None for layer in self.model.layers)
+        self._others = len(self.model.layers) - self._selecting
         self._lengths: dict[Hashable, int] = {}
 
     def step(self, batch: Mapping[Hashable, Span], seconds: float | None = None) -> StepStats:
@@ -55,19 +59,65 @@ class Observer:
         found = self.stats.step(batch)
         if self._plan:
             self._plan.step(batch)
+        reasons = {"engine" if self.runs_dense else "plan": len(batch)}
+        self._tell(found, batch, reasons, {} if seconds is None else {"seconds": seconds})
+        return found
+
+    def works(
+        self, works: Mapping[Hashable, Work], reasons: Mapping[str, int], seconds: float | None = None
+    ) -> StepStats:
+        """Count a step of an engine that chooses for each sequence how it attends.
+
+        Args:
+            works: of each request.
+            reasons: why sequences attend as they do, and how many: ``"plan"`` for those that select.
+            seconds: the step's time, if known.
+        """
+        batches: dict[bool, dict[Hashable, Span]] = {}
+        for request, work in works.items():
+            batches.setdefault(work.dense, {})[request] = (work.before, work.after)
+        found = {dense: self._stats_of(dense).step(batch) for dense, batch in batches.items()}
+        total = sum(found.values(), StepStats())
+        kinds = {
+            "selecting": found.get(False, StepStats()).decode,
+            "dense": found.get(True, StepStats()).decode,
+            "chunk": total.prefill,
+        }
+        facts: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
+        facts["reasons"] = dict(reasons)
+        facts["works"] = {kind: _priced(counts) for kind, counts in kinds.items() if counts.tokens}
+        self._tell(total, {request: (work.before, work.after) for request, work in works.items()}, reasons, facts)
+        return total
+
+    def _stats_of(self, chosen_dense: bool) -> Stats:
+        if not chosen_dense:
+            return self.stats
+        if self._dense is None:
+            self._dense = Stats(dense(self.model), drafts=self.stats.drafts, formats=self._formats)
+        return self._dense
+
+    def _tell(
+        self, found: StepStats, batch: Mapping[Hashable, Span], reasons: Mapping[str, int], facts: Mapping[str, Any]
+    ) -> None:
         self._lengths.update({request: after for request, (_, after) in batch.items()})
         if self.exporter:
             self.exporter.step(found)
-            for (path, reason), number in self._layers.items():
-                self.exporter.layers(path, reason, number)
+            if self._others:
+                self.exporter.layers("dense", "plan", self._others)
+            for reason in reasons if self._selecting else ():
+                self.exporter.layers("sparse" if reason == "plan" else "dense", reason, self._selecting)
         if self._records:
-            facts = {} if seconds is None else {"seconds": seconds}
             self._records.write("step", found, **facts)
-        return found
 
     def finish(self, request: Hashable) -> StepStats:
         """The counts of a request, which is forgotten. Raises ``KeyError`` for one that was in no step."""
-        found = self.stats.finish(request)
+        if request not in self:
+            raise KeyError(f"request {request!r}: expected one that was in a step, and has not finished")
+        found = StepStats()
+        for stats in (self.stats, self._dense):
+            if stats and request in stats:
+                found += stats.finish(request)
+        # what an engine chooses for a sequence is as it was configured
         plan = self._plan.finish(request) if self._plan else found
         tokens = self._lengths.pop(request)
         past = self.crossover is not None and tokens >= self.crossover
@@ -81,3 +131,12 @@ class Observer:
     def __contains__(self, request: Hashable) -> bool:
         """Whether the request was in a step and has not finished."""
         return request in self._lengths
+
+
+def _priced(counts: Counts) -> dict[str, int]:
+    return {
+        "sequences": counts.sequences,
+        "tokens": counts.tokens,
+        "scored": counts.pairs.get("scored", 0),
+        "attended": counts.attended_pairs,
+    }

@@ -26,6 +26,9 @@ from .scheduler import Part, Plan, Save
 ATTENTION = "sparse_attn_pages"
 """The name under which the attention is registered with transformers."""
 
+FORMAT, INDEX_FORMAT = "int8", "int4_index_h"
+"""Of keys and values, and of index keys."""
+
 KEEP_FIRST, KEEP_LAST, FLOOR = 4, 32, 256
 """Entries at either end that a row always attends, and how few it attends at least."""
 
@@ -183,8 +186,8 @@ class Runner:
         page_size: int = 64,
         share: Fraction = Fraction(1, 4),
         score: str = "dot",
-        format: str = "int8",
-        index_format: str = "int4_index_h",
+        format: str = FORMAT,
+        index_format: str = INDEX_FORMAT,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -14,12 +14,16 @@ from typing import Any, Literal, NamedTuple
 
 from .admission import LOOK, Admission, Decision, Load, Waiting
 from .cost import Work
+from .crossover import Switch
 from .manager import CacheManager, Copy, Saved, Tables, Use
 from .pages import OutOfPages
 from .prefix import prefix_keys
 
 Finish = Literal["stop", "length", "error"]
 """Why a request ended: a token to stop at, its longest output, or logits that are not finite."""
+
+Reason = Literal["plan", "prompt", "request", "exact", "approximate"]
+"""Why a part selects (``"plan"``) or is dense: of a prompt, of a request that asked for it, or by a ``Switch``."""
 
 
 class Refused(RuntimeError):
@@ -96,10 +100,11 @@ class Part:
     after: int
     slots: Mapping[str, Sequence[int]]
     tables: Tables
+    reason: Reason
 
     @property
     def dense(self) -> bool:
-        return self.request.dense or self.before < self.request.prompt
+        return self.reason != "plan"
 
     @property
     def work(self) -> Work:
@@ -159,6 +164,7 @@ class Scheduler:
         steps: how large steps and queues may be.
         prefixes: whether caches of prompts are kept and found.
         salt: of prefix keys.
+        switch: up to which length requests that select are attended densely; None: nowhere.
     """
 
     def __init__(
@@ -169,9 +175,11 @@ class Scheduler:
         *,
         prefixes: bool = True,
         salt: bytes = b"",
+        switch: Switch | None = None,
     ) -> None:
         self.manager, self.admission, self.steps = manager, admission, steps or Steps()
         self.prefixes, self._salt = prefixes, salt
+        self.switch = switch or Switch(0)
         self.waiting: OrderedDict[Hashable, Request] = OrderedDict()
         self.running: dict[Hashable, Request] = {}  # the oldest first
         self.preemptions = 0
@@ -264,7 +272,7 @@ class Scheduler:
             self.manager.new_pages(len(request.tokens), request.keys),
             self.manager.pages_for(request.most_tokens),
             now - request.arrived,
-            request.dense,
+            self._reason(request, request.prompt + 1) != "plan",
             self._prompt(request),
         )
 
@@ -301,10 +309,14 @@ class Scheduler:
         tokens = self.steps.tokens - len(decoding)
         return self.admission.chunk(decoding, 0, tokens, tokens, dense=True) - begun if tokens > 0 else 0
 
-    @staticmethod
-    def _next(request: Request) -> Work:
+    def _next(self, request: Request) -> Work:
         """Its next decode step."""
-        return Work.decode(max(len(request.tokens), request.computed + 1), request.dense)
+        tokens = max(len(request.tokens), request.computed + 1)
+        return Work.decode(tokens, self._reason(request, tokens) != "plan")
+
+    def _reason(self, request: Request, tokens: int) -> Reason:
+        """Of its decode step that sees so many tokens."""
+        return "request" if request.dense else self.switch.reason(tokens) or "plan"
 
     def _begin(self, request: Request, moves: list[Save | Restore | Copy]) -> bool:
         """Begin a request, unless there are too many, or too few pages."""
@@ -348,8 +360,9 @@ class Scheduler:
                     return None
                 continue
             moves += step.copies
-            before = request.computed
-            return Part(request, before, before + tokens, step.slots, self.manager.tables(request.name))
+            before, after = request.computed, request.computed + tokens
+            reason = "prompt" if before < request.prompt else self._reason(request, after)
+            return Part(request, before, after, step.slots, self.manager.tables(request.name), reason)
 
     def _preempt(self, request: Request, moves: list[Save | Restore | Copy]) -> None:
         self.preemptions += 1

@@ -590,6 +590,10 @@ class Stats:
         state = self._requests.pop(request)
         return state.counted + self._folded(state)
 
+    def __contains__(self, request: Hashable) -> bool:
+        """Whether the request was in a step and has not finished."""
+        return request in self._requests
+
     def _decodes(self, span: Span) -> bool:
         before, after = span
         return before > 0 and after - before <= 1 + self.drafts
