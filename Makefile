@@ -30,14 +30,15 @@ BUILD_REQUIRES := "setuptools>=77" "cmake>=3.24" "ninja" "pybind11>=2.12"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-serving test-ascend test-ascend-triton test-engines lint format bench clean
+.PHONY: help demo test test-slow test-serving test-ascend test-ascend-emulated test-ascend-triton test-engines \
+  test-cuda-offline cuda-offline lint format bench clean
 
 help:
 	@echo "make demo          run a language model on sparse attention, and write a report"
 	@echo "make test          style, types and the fast tests"
 	@echo "make test-slow     the slow tests and the packaging tests"
 	@echo "make test-serving  the rules of serving, the engine and its endpoint, slow tests included"
-	@echo "make test-ascend   ascend_npu against an emulator of CANN's operators"
+	@echo "make test-ascend   ascend_npu against an emulator of CANN's operators, and torch_npu's own library"
 	@echo "make test-ascend-triton  kernels of ascend_triton, as triton-ascend lowers them, on the CPU"
 	@echo "make test-engines  the tests on vLLM, in an environment of its own that takes gigabytes"
 	@echo "make test-cuda-offline  kernels for CUDA, interpreted, and compiled without a device"
@@ -59,10 +60,12 @@ SERVING = $(addprefix tests/test_,$(addsuffix .py,scheduler engine serve serving
 test-serving: $(STAMPS)/test
 	$(BIN)/python -m pytest -q -m "slow or not slow" $(SERVING) $(ARGS)
 
-# In a process of its own: it installs a device, whose C++ file takes a minute to compile the first time.
-test-ascend: $(STAMPS)/test
+# Processes of their own: they install a device, whose C++ file takes a minute to compile the first time.
+test-ascend-emulated: $(STAMPS)/test
 	PATH=$(BIN):$$PATH $(BIN)/python -m pytest -q tests/ascend $(ARGS)
 	PYTHONPATH=tests/ascend $(BIN)/python -m pytest -q -p own_operations -k ascend_npu $(OWN) $(ARGS)
+
+test-ascend: test-ascend-emulated
 	$(MAKE) $(NPU_VENV)/wheel
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=. $(NPU_VENV)/bin/python -m pytest -q -rs tests/ascend_wheel $(ARGS)
 
@@ -156,7 +159,6 @@ $(VLLM_VENV)/engine:
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
-# With the native modules: the engine runs on them.
 # An environment of its own, as torch loads torch_npu wherever it finds it. Without CANN only tests load it.
 $(NPU_VENV)/wheel:
 	test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
@@ -165,6 +167,7 @@ $(NPU_VENV)/wheel:
 	  || echo "torch_npu cannot be installed here: its tests are skipped"
 	@touch $@
 
+# With the native modules: the engine runs on them.
 $(VLLM_VENV)/package: $(VLLM_VENV)/engine pyproject.toml $(NATIVE)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD_REQUIRES)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
