@@ -10,11 +10,10 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
-from .plan import tokens
+from .plan import shares, tokens
 from .serving.crossover import Crossover, Switches, Timing, crossovers, read, switches
 
 
@@ -31,7 +30,7 @@ def arguments() -> argparse.ArgumentParser:
     engine(
         "--model", type=Path, metavar="FOLDER", help="a checkpoint of transformers; without, the demo's SmolLM2-135M"
     )
-    engine("--share", type=_shares, default="1/4", metavar="LIST", help="of the visible tokens, such as 1/4,1/8 (1/4)")
+    engine("--share", type=shares, default="1/4", metavar="LIST", help="of the visible tokens, such as 1/4,1/8 (1/4)")
     engine("--lengths", type=_list, default="128,256,512,1k,2k,4k,8k", metavar="LIST", help="of the sequences")
     engine("--sequences", type=_list, default="1,4,16", metavar="LIST", help="in a step (1,4,16)")
     engine("--rounds", type=int, default=9, metavar="N", help="timed calls of each kind (9)")
@@ -42,10 +41,6 @@ def arguments() -> argparse.ArgumentParser:
 
 def _list(text: str) -> list[int]:
     return [*map(tokens, text.split(","))]
-
-
-def _shares(text: str) -> list[Fraction]:
-    return [*map(Fraction, text.split(","))]
 
 
 def main(argv: list[str]) -> int:

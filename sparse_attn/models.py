@@ -428,6 +428,17 @@ def sparse(model: Model, method: Method, k: int, share: Fraction | None = None) 
     return Model(model.name, (*model.layers[:first], *map(selecting, model.layers[first:])))
 
 
+def at_share(model: Model, share: Fraction) -> Model:
+    """The model whose layers select this share (0 to 1) of what a row may select, and k indices at least."""
+    if not 0 < share <= 1:
+        raise ValueError(f"{model.name}: share: expected above 0 and at most 1, got {share}")
+    chosen = (
+        layer if layer.selection is None else replace(layer, selection=replace(layer.selection, share=share))
+        for layer in model.layers
+    )
+    return Model(model.name, tuple(chosen))
+
+
 def dense(model: Model) -> Model:
     """The model with every layer attending to all that is visible: how an engine runs it that has no sparse kernel."""
 

@@ -42,6 +42,14 @@ def share(text: str) -> Fraction:
         raise argparse.ArgumentTypeError(f"expected a share such as 1/4 or 0.25, got {text!r}") from None
 
 
+def shares(text: str) -> list[Fraction]:
+    """``1/2,1/4``, each above 0 and below 1, and no two alike."""
+    found = [*map(share, text.split(","))]
+    if not all(0 < each < 1 for each in found) or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"expected different shares between 0 and 1 such as 1/2,1/4, got {text!r}")
+    return found
+
+
 def formats(text: str) -> dict[str, str]:
     """``bf16``, or formats by plane: ``main=bf16,index=int8_index``."""
     if text == "bf16":

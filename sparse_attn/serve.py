@@ -12,6 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .models import at_share
+from .plan import shares
+
+HOLD = 30.0
+"""Seconds a request may wait where admission enforces."""
 MODULES = ("starlette", "uvicorn", "prometheus_client", "transformers")
 
 
@@ -50,7 +55,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--port", type=int, default=8000, help="0: any")
     add("--pages", type=int, default=1024, help="pages of the pool")
     add("--page-size", type=int, default=64, help="tokens of a page")
-    add("--share", type=Fraction, default=Fraction(1, 4), help="of the tokens before it that a generated token attends")
+    add(
+        "--share",
+        type=shares,
+        default="1/4",
+        metavar="LIST",
+        help="of the tokens before it that a generated token attends, such as 1/4,1/8: requests may name one, and the "
+        "first is that of the others",
+    )
     add("--reserve", type=float, default=0.15, help="share of the pool that admission leaves to requests that grow")
     add("--tokens", type=int, default=256, help="tokens of a step at most")
     add("--running", type=int, default=64, help="requests that run at most")
@@ -62,7 +74,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="of admission: observe tells, enforce acts",
     )
     add("--budget", type=float, default=0.2, help="seconds that a step may take")
-    add("--hold", type=float, default=30.0, help="seconds a request may wait; then 503, if admission enforces")
+    add(
+        "--hold",
+        type=float,
+        default=argparse.SUPPRESS,
+        help=f"seconds a request may wait; then 503 (with --mode enforce alone; {HOLD:g})",
+    )
     add("--profile", type=Path, metavar="FILE", help="of step times, from calibrate; without, memory alone decides")
     add(
         "--crossover",
@@ -80,7 +97,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     add("--threads", type=int, metavar="N", help="CPU threads; without, PyTorch's choice")
     add("--grace", type=int, default=30, metavar="SECONDS", help="for requests that run when it is told to end")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if "hold" in options and options.mode != "enforce":
+        parser.error(
+            f"--hold: acts with --mode enforce alone, got --mode {options.mode}; choose it, or leave --hold out"
+        )
+    options.hold = getattr(options, "hold", HOLD)
+    return options
 
 
 def application(options: argparse.Namespace) -> Any:
@@ -100,11 +123,14 @@ def application(options: argparse.Namespace) -> Any:
     from .serving.runner import FLOOR, Runner
     from .serving.scheduler import Scheduler, Steps
     from .serving.service import ServiceMetrics
+    from .serving.stats import Counter
 
     if options.threads:
         torch.set_num_threads(options.threads)
     model, tokenizer, name = load(options.model)
-    runner = Runner(model.to(getattr(torch, options.dtype)), options.pages, options.page_size, options.share)
+    runner = Runner(model.to(getattr(torch, options.dtype)), options.pages, options.page_size, options.share[0])
+    for share in options.share:
+        Counter(at_share(runner.plan, share))  # refuses one that cannot be counted, before a request names it
     predictor = None
     if options.profile:
         predictor = Predictor(runner.plan, StepCost.from_dict(json.loads(options.profile.read_text())))
@@ -114,17 +140,19 @@ def application(options: argparse.Namespace) -> Any:
     admission = Admission(limits, predictor, device, options.mode)
     if admission.alarm:
         print(f"serve: {admission.alarm}", file=sys.stderr)
-    switch = Switch(FLOOR)
-    if options.crossover:
-        switch, said = Switches.load(options.crossover).of(float(options.share), device, FLOOR)
+    measured = Switches.load(options.crossover) if options.crossover else None
+    switches: dict[Fraction | None, Switch] = {}
+    for share in options.share:
+        switch, said = measured.of(float(share), device, FLOOR) if measured else (Switch(FLOOR), "")
+        switches[None if share == options.share[0] else share] = switch
         if said:
-            print(f"serve: crossover: {said}; attends densely up to {FLOOR} tokens until then", file=sys.stderr)
+            print(f"serve: crossover: {said}; {share} is dense up to {FLOOR} tokens until then", file=sys.stderr)
     manager = CacheManager([runner.memory.plane], options.pages, reserve=options.reserve)
     steps = Steps(options.tokens, options.running, options.queue)
     registry = CollectorRegistry()
     records = Records(str(options.records)) if options.records else None
     observer = Observer(runner.plan, Exporter(name, registry=registry), records, formats=runner.formats)
-    scheduler = Scheduler(manager, admission, steps, salt=name.encode(), switch=switch)
+    scheduler = Scheduler(manager, admission, steps, salt=name.encode(), switches=switches)
     engine = Engine(runner, scheduler, observer=observer, watcher=ServiceMetrics(registry))
 
     @asynccontextmanager
@@ -133,7 +161,7 @@ def application(options: argparse.Namespace) -> Any:
         yield
         engine.close()
 
-    return Endpoint(engine, served(model, tokenizer, name, runner.longest), registry).app(lifespan)
+    return Endpoint(engine, served(model, tokenizer, name, runner.longest, options.share), registry).app(lifespan)
 
 
 def fingerprint(name: str, dtype: str) -> str:
@@ -158,7 +186,7 @@ def load(folder: Path | None) -> tuple[Any, Any, str]:
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True), folder.resolve().name
 
 
-def served(model: Any, tokenizer: Any, name: str, longest: int) -> Any:
+def served(model: Any, tokenizer: Any, name: str, longest: int, shares: Sequence[Fraction]) -> Any:
     """What the endpoint needs to know of the model."""
     from tokenizers.decoders import DecodeStream
 
@@ -173,7 +201,8 @@ def served(model: Any, tokenizer: Any, name: str, longest: int) -> Any:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     stop = {tokenizer.eos_token_id, *_ids(model.generation_config.eos_token_id)} - {None}
-    return Served(name, tokenizer.encode, chat, decoder, longest, model.config.vocab_size, frozenset(stop))
+    size = model.config.vocab_size
+    return Served(name, tokenizer.encode, chat, decoder, longest, size, frozenset(stop), tuple(shares))
 
 
 def _ids(found: int | list[int] | None) -> list[int | None]:

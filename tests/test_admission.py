@@ -3,6 +3,7 @@ once."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import ModuleType
 
 import pytest
@@ -159,6 +160,8 @@ def dense_and_sparse_are_priced_apart(module: ModuleType) -> None:
     assert found["True"].compute > 1.5 * found["False"].compute
     assert found["True"].memory == found["False"].memory
     assert [found[name].verdict for name in ("False", "True")] == ["admit", "hold"]
+    eighth = waiting("eighth", module=module, share=Fraction(1, 8))
+    assert found["False"].compute > it.decide(eighth, load(module)).compute
     heavy = load(module, running=(Work.decode(500, dense=True),))
     assert it.decide(sparse, heavy).compute > found["False"].compute
 
@@ -244,7 +247,16 @@ FAULTS = [
     ),
     (some_steps_may_be_late, " or self._late < self.limits.late", ""),
     (some_steps_may_be_late, "((seconds > self.limits.budget) - self._late)", "(seconds > self.limits.budget)"),
-    (dense_and_sparse_are_priced_apart, "Work.decode(self.prompt + 1, self.dense)", "Work.decode(self.prompt + 1)"),
+    (
+        dense_and_sparse_are_priced_apart,
+        "Work.decode(self.prompt + 1, self.dense, self.share)",
+        "Work.decode(self.prompt + 1)",
+    ),
+    (
+        dense_and_sparse_are_priced_apart,
+        "Work.decode(self.prompt + 1, self.dense, self.share)",
+        "Work.decode(self.prompt + 1, self.dense)",
+    ),
     (a_profile_of_another_device_counts_for_nothing, "elif predictor.device != device:", "elif False:"),
     (a_profile_of_another_device_counts_for_nothing, "None if self.alarm else predictor", "predictor"),
     (

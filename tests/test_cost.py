@@ -51,6 +51,19 @@ def four_terms(module: ModuleType) -> None:
     assert (apart.parts(works[:2]) + apart.parts(works[2:])).seconds == pytest.approx(expected), "parts add up"
 
 
+def each_share_has_its_pairs(module: ModuleType) -> None:
+    """MODEL selects 1/4 and at least 64; other shares are counted as they are, and a share of a dense one is none."""
+    it, eighth = predictor(module), Fraction(1, 8)
+    pairs = {share: 3 * max(64, 4000 * share) for share in (Fraction(1, 4), eighth, Fraction(1, 2))}
+    for share, attended in pairs.items():
+        assert it.seconds([module.Work.decode(4000, share=share)]) == pytest.approx(PAIR * attended)
+    works = [module.Work.decode(4000), module.Work.decode(4000, share=eighth), module.Work.decode(4000, True, eighth)]
+    assert it.seconds(works) == pytest.approx(PAIR * (pairs[Fraction(1, 4)] + pairs[eighth] + 3 * 4000))
+    assert it.counts(works)[False].tokens == 2
+    with pytest.raises(ValueError, match="share: expected above 0 and at most 1, got 2"):
+        it.seconds([module.Work.decode(4000, share=Fraction(2))])
+
+
 def a_slower_device_is_noticed(module: ModuleType) -> None:
     it = predictor(module, step=1e-3, attended=PAIR)
     works = [module.Work.decode(500)]
@@ -98,13 +111,15 @@ def groups_are_of_like_lengths(module: ModuleType) -> None:
         works = [requests[name] for name in group]
         assert 0 < len(group) <= 16 and len({work.dense for work in works}) == 1
         assert max(work.after for work in works) <= 1.5 * min(work.after for work in works)
+    shares = {n: Work.decode(100, share=Fraction(1, 2 + n % 2)) for n in range(4)}
+    assert module.groups(shares, 9) == [[0, 2], [1, 3]]
     few = {name: Work.decode(length) for name, length in (("d", 18), ("a", 4), ("c", 9), ("b", 8))}
     assert module.groups(few, 9) == [["a", "b"], ["c", "d"]]
     assert module.groups({}, 4) == []
 
 
 CHECKS = {
-    "cost": [four_terms, a_slower_device_is_noticed],
+    "cost": [four_terms, each_share_has_its_pairs, a_slower_device_is_noticed],
     "batching": [the_target_is_the_budget_over_a_mean_request, small_changes_are_ignored, groups_are_of_like_lengths],
 }
 
@@ -121,8 +136,14 @@ FAULTS = {
         (four_terms, "self.token * counts.tokens", "self.token"),
         (four_terms, "max(self.step, other.step)", "self.step + other.step"),
         (four_terms, "True: dense_cost or cost", "True: cost"),
-        (four_terms, "Counter(dense(sparse.model))", "sparse"),
+        (four_terms, "dense(model) if path == DENSE", "model if path"),
         (four_terms, "if counts.tokens:", "if True:"),
+        (
+            each_share_has_its_pairs,
+            "return DENSE if work.dense else work.share",
+            "return DENSE if work.dense else None",
+        ),
+        (each_share_has_its_pairs, "found[path == DENSE] +=", "found[path == DENSE] ="),
         (four_terms, "(chunks, self.chunk_costs)", "(chunks, self.costs)"),
         (a_slower_device_is_noticed, "self.weight * (log(measured / predicted) - self._log)", "0"),
         (a_slower_device_is_noticed, "(log(measured / predicted) - self._log)", "log(measured / predicted)"),

@@ -52,13 +52,32 @@ def test_what_selects_differs_from_what_is_dense_only_past_the_floor(monkeypatch
     assert heard[900, False].tokens != heard[900, True].tokens
 
 
+def test_each_request_has_its_share_in_any_company(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(runner, "FLOOR", 60)
+    shares = (Fraction(1, 4), Fraction(1, 16), Fraction(1, 2))
+    alone_by_share = {}
+    for share in shares:
+        it = engine(pages=100, share=share)
+        heard = submit(it, 0, prompt(1, 900), output=24)
+        finish(it)
+        alone_by_share[share] = heard.tokens
+    assert len({tuple(tokens) for tokens in alone_by_share.values()}) == 3
+    it = engine(pages=300, share=shares[0])
+    together = {share: submit(it, share, prompt(1, 900), output=24, share=share) for share in shares[1:]}
+    together[shares[0]] = submit(it, "default", prompt(1, 900), output=24)
+    dense = submit(it, "dense", prompt(1, 900), output=24, dense=True, share=shares[1])
+    finish(it)
+    assert {share: heard.tokens for share, heard in together.items()} == alone_by_share
+    assert dense.tokens == alone(prompt(1, 900), 24)
+
+
 def test_below_the_switch_attention_is_dense_and_records_say_so(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Below what is exact the tokens are the same; below what is approximate they are those of dense attention."""
     monkeypatch.setattr(runner, "FLOOR", 60)
     path = tmp_path / "records"
     found = {}
     for name, switch in (("none", None), ("exact", Switch(60)), ("approximate", Switch(60, 1000))):
-        it = engine(pages=200, share=Fraction(1, 16), switch=switch)
+        it = engine(pages=200, share=Fraction(1, 16), switches={None: switch} if switch else None)
         if name == "approximate":
             it._observer = Observer(it.runner.plan, records=Records(str(path)))
         heard = {length: submit(it, length, prompt(1, length), output=24) for length in (30, 900)}

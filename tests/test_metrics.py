@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from queries import Samples, resolve
 
 from sparse_attn.__main__ import main
-from sparse_attn.models import PRESETS, Model, Selection, dense, mla
+from sparse_attn.models import PRESETS, Model, Selection, at_share, dense, mla
 from sparse_attn.serving.admission import Decision
 from sparse_attn.serving.cost import Work
 from sparse_attn.serving.dashboard import alerts, dashboard, decode_ratio, to_yaml
@@ -319,9 +320,10 @@ def test_an_engine_that_chooses_is_counted_as_it_chose(tmp_path: Path) -> None:
     steps = [
         ({"a": Work(0, 40, True), "b": Work(90, 91)}, {"prompt": 1, "plan": 1}),
         ({"a": Work.decode(41, True), "b": Work.decode(92)}, {"exact": 1, "plan": 1}),
-        ({"a": Work.decode(42), "b": Work.decode(93)}, {"plan": 2}),
+        ({"a": Work.decode(42, share=Fraction(1, 3)), "b": Work.decode(93)}, {"plan": 2}),
     ]
-    sparse, full = Counter(SMALL), Counter(dense(SMALL))
+    sparse, full, third = Counter(SMALL), Counter(dense(SMALL)), Counter(at_share(SMALL, Fraction(1, 3)))
+    assert third([(41, 42)]).attended_pairs == 2 * 14 > sparse([(41, 42)]).attended_pairs
     with Records(str(path)) as records:
         observer = Observer(SMALL, Exporter("m", registry=registry), records=records)
         counts = [observer.works(works, reasons, 0.5) for works, reasons in steps]
@@ -329,16 +331,16 @@ def test_an_engine_that_chooses_is_counted_as_it_chose(tmp_path: Path) -> None:
     assert [each.total for each in counts] == [
         full([(0, 40)]) + sparse([(90, 91)]),
         full([(40, 41)]) + sparse([(91, 92)]),
-        sparse([(41, 42), (92, 93)]),
+        third([(41, 42)]) + sparse([(92, 93)]),
     ]
-    assert request.total == full([(0, 40)]) + full([(40, 41)]) + sparse([(41, 42)])
+    assert request.total == full([(0, 40)]) + full([(40, 41)]) + third([(41, 42)])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.get("reasons") for line in lines[:3]] == [reasons for _, reasons in steps]
     assert [set(line["works"]) for line in lines[:3]] == [{"chunk", "selecting"}, {"dense", "selecting"}, {"selecting"}]
     found = full([(40, 41)])
     attended = found.attended_pairs
     assert lines[1]["works"]["dense"] == {"sequences": 1, "tokens": 1, "scored": 0, "attended": attended}
-    selecting = sparse([(41, 42), (92, 93)])
+    selecting = third([(41, 42)]) + sparse([(92, 93)])
     scored = {"scored": selecting.pairs["scored"], "attended": selecting.attended_pairs}
     assert lines[2]["works"]["selecting"] == {"sequences": 2, "tokens": 2, **scored}
     # what the engine chose is what was configured, so no alarm compares it with the plan

@@ -3,6 +3,7 @@ calls; each rule broken once."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import ModuleType
 
 import pytest
@@ -126,7 +127,7 @@ def the_same_calls_give_the_same_decisions(module: ModuleType) -> None:
 def what_is_below_the_switch_is_dense(module: ModuleType) -> None:
     predictor = Predictor(MODEL, StepCost(scored=PAIR, attended=PAIR, device=DEVICE))
     it = scheduler(module, admission=Admission(Limits(1.0, memory=1.0), predictor, DEVICE))
-    it.switch = Switch(12, 14)
+    it.switches = {None: Switch(12, 14)}
     for n, tokens in enumerate((10, 30)):
         it.submit(request(module, n, tokens, output=9, first=1000 * n), 0.0)
     it.submit(request(module, "dense", 20, output=9, dense=True), 0.0)
@@ -144,6 +145,8 @@ def what_is_below_the_switch_is_dense(module: ModuleType) -> None:
     assert [each[0] for each in reasons] == ["prompt", "exact", "exact", "approximate", "approximate", "plan"]
     assert [each[1] for each in reasons] == ["prompt"] + ["plan"] * 5
     assert [each["dense"] for each in reasons] == ["prompt"] + ["request"] * 5
+    it.submit(request(module, "other", 11, share=Fraction(1, 8)), 0.0)
+    assert it._waiting(it.waiting.pop("other"), 0.0).share == Fraction(1, 8)
     it.submit(request(module, "short", 11), 0.0)
     it.submit(request(module, "long", 14), 0.0)
     assert [it._waiting(each, 0.0).dense for each in it.waiting.values()] == [True, False]
@@ -168,14 +171,14 @@ def test_the_rule(check) -> None:  # type: ignore[no-untyped-def]
 
 # (check that must notice, text in the file, what stands there instead)
 FAULTS = [
-    (what_is_below_the_switch_is_dense, "self.switch.reason(tokens) or", "self.switch.reason(tokens - 1) or"),
+    (what_is_below_the_switch_is_dense, "reason(tokens) or", "reason(tokens - 1) or"),
     (
         what_is_below_the_switch_is_dense,
         "if before < request.prompt else self._reason(request, after)",
         "if before < request.prompt else 'plan'",
     ),
     (what_is_below_the_switch_is_dense, 'self._reason(request, request.prompt + 1) != "plan"', "request.dense"),
-    (what_is_below_the_switch_is_dense, 'self._reason(request, tokens) != "plan")', "request.dense)"),
+    (what_is_below_the_switch_is_dense, 'self._reason(request, tokens) != "plan", request.share)', "request.dense)"),
     (prompts_come_in_chunks_beside_those_that_decode, "self.steps.tokens - len(decoding), True", "64, True"),
     (prompts_come_in_chunks_beside_those_that_decode, "return self.after == len(self.request.tokens)", "return True"),
     (

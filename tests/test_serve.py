@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
 prometheus_client = pytest.importorskip("prometheus_client")
 
+from sparse_attn import serve  # noqa: E402
 from sparse_attn.serving.engine import Engine  # noqa: E402
 from sparse_attn.serving.http import Endpoint, Served  # noqa: E402
 from sparse_attn.serving.scheduler import Steps  # noqa: E402
@@ -38,6 +40,7 @@ SERVED = Served(
     longest=2048,
     vocabulary=VOCABULARY,
     stop=frozenset(),
+    shares=(Fraction(1, 4), Fraction(1, 3)),
 )
 
 
@@ -100,7 +103,7 @@ def test_answers() -> None:
     with server() as client:
         asked = prompt(1, 30)
         wanted = text(alone(asked, 8))
-        status, whole = client.ask({"prompt": asked, "max_tokens": 8, "dense": True, "model": "tiny"})
+        status, whole = client.ask({"prompt": asked, "max_tokens": 8, "share": 1, "model": "tiny"})
         assert (status, whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (200, wanted, "length")
         assert whole["usage"] == {"prompt_tokens": 30, "completion_tokens": 8, "total_tokens": 38}
         body = {"prompt": asked, "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
@@ -125,6 +128,15 @@ def test_answers() -> None:
         ({"prompt": "a", "max_tokens": True}, "max_tokens: expected int, got True"),
         ({"prompt": "a", "max_tokens": 3000}, "at most 2048 tokens with it, got 1 and 3000"),
         ({"prompt": "a", "n": 2}, "n: expected one of"),
+        (
+            {"prompt": "a", "dense": True},
+            "dense: expected one of max_completion_tokens, max_tokens, model, seed, share",
+        ),
+        ({"prompt": "a", "share": 0.3}, "share: expected one of 1/4, 1/3, 1, got 0.3"),
+        ({"prompt": "a", "share": "1/8"}, "share: expected one of 1/4, 1/3, 1, got '1/8'"),
+        ({"prompt": "a", "share": float("nan")}, "share: expected one of 1/4, 1/3, 1, got nan"),
+        ({"prompt": "a", "share": True}, "share: expected"),
+        ({"prompt": "a", "share": [1]}, "share: expected"),
         ({"prompt": "a", "top_p": 0}, "top_p: expected 0 to 2, above 0 to 1"),
         ({"prompt": "a", "model": "other"}, "model: expected 'tiny', got 'other'"),
         ({"prompt": [1] * 1500, "max_tokens": 1}, "expected at most the pool's 64 pages, got 94"),
@@ -139,6 +151,29 @@ def test_wrong_requests_are_told_so(tiny_server: Client, body: Any, said: str) -
 def tiny_server() -> Iterator[Client]:
     with server() as client:
         yield client
+
+
+@pytest.mark.parametrize(
+    ("asked", "dense", "share"),
+    [
+        (None, False, None),
+        (0.25, False, None),
+        ("1/4", False, None),
+        (1 / 3, False, Fraction(1, 3)),
+        ("1/3", False, Fraction(1, 3)),
+        (1, True, Fraction(1)),
+        (1.0, True, Fraction(1)),
+        ("1", True, Fraction(1)),
+    ],
+)
+def test_a_request_names_its_share(asked: Any, dense: bool, share: Fraction | None) -> None:
+    seen = []
+    with server() as client:
+        submit = client.engine.scheduler.submit
+        client.engine.scheduler.submit = lambda request, now: (seen.append(request), submit(request, now))
+        assert client.ask({"prompt": prompt(1, 30), "max_tokens": 2, "share": asked})[0] == 200
+        assert client.ask(path="/v1/models")[1]["data"][0]["shares"] == ["1/4", "1/3", "1"]
+    assert (seen[0].dense, seen[0].share) == (dense, share)
 
 
 def test_back_pressure() -> None:
@@ -175,7 +210,7 @@ def test_a_client_that_goes_ends_its_request() -> None:
 
 def test_a_slow_reader_holds_up_nobody() -> None:
     with server() as client:
-        slow = client.open({"prompt": prompt(0, 30), "max_tokens": 900, "stream": True, "dense": True})
+        slow = client.open({"prompt": prompt(0, 30), "max_tokens": 900, "stream": True, "share": 1})
         for n in range(3):
             assert client.ask({"prompt": prompt(n, 5), "max_tokens": 3})[0] == 200
         client.until(lambda: not client.engine.scheduler.running)  # its pages are free before it has read
@@ -253,7 +288,7 @@ def process(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], Cl
 def test_killed_and_started_again_it_answers_the_same(checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    body = {"prompt": "w1 w2 w3", "max_tokens": 6, "dense": True}
+    body = {"prompt": "w1 w2 w3", "max_tokens": 6, "share": 1}
     with process(checkpoint, port) as (running, client):
         before = client.ask(body)
         assert before[0] == 200 and before[1]["choices"][0]["text"].count("w") == 6
@@ -269,3 +304,28 @@ def test_killed_and_started_again_it_answers_the_same(checkpoint: Path) -> None:
         assert client.ask(body)[1]["choices"] == before[1]["choices"]
         running.send_signal(signal.SIGTERM)
         assert running.wait(30) in (0, -signal.SIGTERM)
+
+
+# --- Its command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hold", "5"], "--hold: acts with --mode enforce alone, got --mode observe; choose it, or leave --hold out"),
+        (["--hold", "5", "--mode", "off"], "--hold: acts with --mode enforce alone, got --mode off"),
+        (["--share", "1/0"], "expected a share such as 1/4 or 0.25, got '1/0'"),
+        (["--share", "1/4,1"], "expected different shares between 0 and 1 such as 1/2,1/4, got '1/4,1'"),
+        (["--share", "1/4,0.25"], "expected different shares between 0 and 1"),
+    ],
+)
+def test_what_would_not_act_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.parse(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_what_it_is_started_with() -> None:
+    assert serve.parse([]).hold == serve.HOLD and serve.parse([]).share == [Fraction(1, 4)]
+    assert serve.parse(["--mode", "enforce", "--hold", "5"]).hold == 5
+    assert serve.parse(["--share", "1/8,1/4"]).share == [Fraction(1, 8), Fraction(1, 4)]

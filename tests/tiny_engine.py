@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,14 +49,14 @@ def engine(
     reserve: float = 0.15,
     watcher: object = None,
     observer: Observer | None = None,
-    switch: Switch | None = None,
+    switches: dict[Fraction | None, Switch] | None = None,
     **runner: object,
 ) -> Engine:
     """An engine whose memory is exact, so that its tokens are those of the model."""
     made = Runner(tiny_model(), pages, PAGE, **{"format": "fp32", "index_format": "fp32", **runner})
     manager = CacheManager([made.memory.plane], pages, reserve=reserve)
     rule = admission or Admission(Limits(1.0, memory=1.0), None)
-    chosen = Scheduler(manager, rule, steps or Steps(64, 16), prefixes=prefixes, switch=switch)
+    chosen = Scheduler(manager, rule, steps or Steps(64, 16), prefixes=prefixes, switches=switches)
     return Engine(made, chosen, observer=observer, watcher=watcher)
 
 

@@ -14,19 +14,9 @@ from typing import Any
 from ..checks import InvalidCall
 from ..demo import model as own
 from ..demo import text
+from ..plan import shares
 
 PROG = "python -m sparse_attn quality"
-
-
-def shares(given: str) -> list[Fraction]:
-    """``1/2,1/4``, each above 0 and below 1."""
-    try:
-        found = [Fraction(part) for part in given.split(",")]
-    except (ValueError, ZeroDivisionError):
-        found = []
-    if not found or not all(0 < share < 1 for share in found):
-        raise argparse.ArgumentTypeError(f"expected shares between 0 and 1 such as 1/2,1/4, got {given!r}")
-    return sorted(set(found), reverse=True)
 
 
 def percent(given: str) -> float:
@@ -48,7 +38,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder or name of a transformers model (SmolLM2-135M-Instruct)")
-    add("--ratios", type=shares, default=shares("1/2,1/4,1/8,1/16"), metavar="LIST", help="(1/2,1/4,1/8,1/16)")
+    add("--ratios", type=shares, default="1/2,1/4,1/8,1/16", metavar="LIST", help="(1/2,1/4,1/8,1/16)")
     add("--format", default="int8", metavar="NAME", help="of keys and values; '' as the model has them (int8)")
     add("--index", default="int4_index_h", metavar="NAME", help="of the index; '' scores the keys (int4_index_h)")
     add("--context", type=int, default=4096, metavar="N", help="tokens of each prompt and what follows it (4096)")
@@ -64,6 +54,7 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Returns 0 with a recommendation, 1 if no share is within the budget or every task is void, 2 if it cannot run."""
     options = arguments().parse_args(argv)
+    options.ratios.sort(reverse=True)
     try:
         model, tokenizer = load(options)
         return report(options, measure(options, model, tokenizer))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal, get_args
 
 from .cost import Parts, Predictor, Work
@@ -76,8 +77,9 @@ class Waiting:
     """A request that waits.
 
     ``prompt`` and ``output`` are tokens, the latter at most. ``pages``: it takes for its prompt, without those of a
-    cached prefix. ``most_pages``: at its full length, alone. ``waited``: seconds. ``dense``: it attends to everything.
-    ``chunk``: what of its prompt is to be computed; None: that has no price.
+    cached prefix. ``most_pages``: at its full length, alone. ``waited``: seconds. ``dense``: it attends to everything;
+    if not, to this ``share`` of what it may select, None as the plan has it. ``chunk``: what of its prompt is to be
+    computed; None: that has no price.
     """
 
     name: Hashable
@@ -88,6 +90,7 @@ class Waiting:
     waited: float = 0.0
     dense: bool = False
     chunk: Work | None = None
+    share: Fraction | None = None
 
     @property
     def tokens(self) -> int:
@@ -96,7 +99,7 @@ class Waiting:
     @property
     def work(self) -> Work:
         """Its first decode step."""
-        return Work.decode(self.prompt + 1, self.dense)
+        return Work.decode(self.prompt + 1, self.dense, self.share)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from .cost import Predictor, Work
+from .cost import Predictor, Work, path_of
 
 STEADY = 0.2
 """Changes of the target up to this share of it are ignored."""
@@ -42,7 +42,7 @@ class BatchLimit:
 
 
 def groups(requests: Mapping[Hashable, Work], most: int, spread: float = 2.0) -> list[list[Hashable]]:
-    """Requests that go into a kernel call together, shortest first: at most ``most``, of one path (selecting, or dense)
+    """Requests that go into a kernel call together, shortest first: at most ``most``, of one path (a share, or dense)
     and of lengths whose longest is at most ``spread`` times the shortest.
 
     For kernels that pad a call to its longest sequence; one that does not pad needs no groups.
@@ -50,8 +50,8 @@ def groups(requests: Mapping[Hashable, Work], most: int, spread: float = 2.0) ->
     if most < 1 or spread < 1:
         raise ValueError(f"expected groups of at least 1 request and a spread of at least 1, got {most}, {spread}")
     found: list[list[Hashable]] = []
-    for path in (False, True):
-        names = sorted((name for name, work in requests.items() if work.dense == path), key=lambda n: requests[n].after)
+    for path in dict.fromkeys(map(path_of, requests.values())):
+        names = sorted((n for n, work in requests.items() if path_of(work) == path), key=lambda n: requests[n].after)
         shortest = 0
         for name in names:
             length = requests[name].after

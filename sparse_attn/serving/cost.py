@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
 from math import exp, log
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from ..models import Model, dense
+from ..models import Model, at_share, dense
 from .stats import Counter, Counts, Span
 
 TERMS = ("step", "token", "scored", "attended")
@@ -50,16 +51,34 @@ class StepCost:
 
 
 class Work(NamedTuple):
-    """A sequence in a step: tokens before and after, and whether its layers attend to everything."""
+    """A sequence in a step: tokens before and after, whether its layers attend to everything, and if not, the share of
+    what they may select, None for the plan's own."""
 
     before: int
     after: int
     dense: bool = False
+    share: Fraction | None = None
 
     @classmethod
-    def decode(cls, tokens: int, dense: bool = False) -> Work:
+    def decode(cls, tokens: int, dense: bool = False, share: Fraction | None = None) -> Work:
         """A step of one token, the last of ``tokens``."""
-        return cls(tokens - 1, tokens, dense)
+        return cls(tokens - 1, tokens, dense, share)
+
+
+DENSE: Final = "dense"
+Path = Fraction | None | Literal["dense"]
+"""How a sequence attends: by a share, as the plan has it (None), or to everything."""
+
+
+def path_of(work: Work) -> Path:
+    return DENSE if work.dense else work.share
+
+
+def model_of(model: Model, path: Path) -> Model:
+    """The plan of sequences that attend so."""
+    if isinstance(path, Fraction):
+        return at_share(model, path)
+    return dense(model) if path == DENSE else model
 
 
 @dataclass(frozen=True)
@@ -121,10 +140,9 @@ class Predictor:
         correction: Correction | None = None,
         chunk_cost: StepCost | None = None,
     ) -> None:
-        sparse = Counter(model)
+        self._counters: dict[Path, Counter] = {None: Counter(model)}
         self.costs = {False: cost, True: dense_cost or cost}
         self.chunk_costs = {False: chunk_cost, True: chunk_cost} if chunk_cost else self.costs
-        self.counters = {False: sparse, True: Counter(dense(sparse.model))}
         self.correction = correction or Correction()
         for name, other in (("dense_cost", dense_cost), ("chunk_cost", chunk_cost)):
             if other and other.device != cost.device:
@@ -136,10 +154,18 @@ class Predictor:
 
     def counts(self, works: Iterable[Work]) -> dict[bool, Counts]:
         """Counts of a step, of sequences that select (False) and that attend to everything (True)."""
-        spans: dict[bool, list[Span]] = {False: [], True: []}
+        spans: dict[Path, list[Span]] = {}
         for work in works:
-            spans[work.dense].append((work.before, work.after))
-        return {path: self.counters[path](found) if found else Counts() for path, found in spans.items()}
+            spans.setdefault(path_of(work), []).append((work.before, work.after))
+        found = {False: Counts(), True: Counts()}
+        for path, some in spans.items():
+            found[path == DENSE] += self._counter(path)(some)
+        return found
+
+    def _counter(self, path: Path) -> Counter:
+        if path not in self._counters:
+            self._counters[path] = Counter(model_of(self._counters[None].model, path))
+        return self._counters[path]
 
     def parts(self, works: Iterable[Work]) -> Parts:
         """Uncorrected time of a step; 0 of none."""

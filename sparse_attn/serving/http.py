@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 from uuid import uuid4
 
@@ -37,10 +38,11 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "temperature": (int, float),
     "top_p": (int, float),
     "seed": int,
-    "dense": bool,
+    "share": (int, float, str),
     "user": str,
 }
-"""What a request may have besides its prompt or messages. ``dense`` is an extension: attend to everything."""
+"""What a request may have besides its prompt or messages. ``share`` is an extension: of what generated tokens see, how
+much they attend."""
 DEFAULTS = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0}
 """What clients send though it changes nothing. Other values are refused."""
 
@@ -55,6 +57,7 @@ class Served:
 
     ``chat`` gives the tokens of messages. ``longest``: tokens of prompt and output that the model can have. ``stop``:
     tokens that end an answer. ``decoder`` makes a function from a token to the text that it adds, None if incomplete.
+    ``shares``: those that a request may name besides 1, which is dense; the first is that of requests that name none.
     """
 
     name: str
@@ -64,6 +67,12 @@ class Served:
     longest: int
     vocabulary: int
     stop: frozenset[int]
+    shares: tuple[Fraction, ...] = (Fraction(1, 4),)
+
+    @property
+    def named_shares(self) -> dict[str, Fraction]:
+        """What a request may name, as text."""
+        return {str(share): share for share in (*self.shares, Fraction(1))}
 
 
 class Answer:
@@ -110,6 +119,7 @@ class Endpoint:
 
     async def models(self, _: HttpRequest) -> Response:
         model = {"id": self.served.name, "object": "model", "created": self._created, "owned_by": "sparse_attn"}
+        model["shares"] = [*self.served.named_shares]
         return JSONResponse({"object": "list", "data": [model]})
 
     async def metrics(self, _: HttpRequest) -> Response:
@@ -200,8 +210,18 @@ class Endpoint:
         draw = torch.Generator()
         draw.seed() if seed is None else draw.manual_seed(seed)
         sampling = Sampling(float(temperature), float(top_p), draw)
-        dense = bool(body.get("dense"))
-        return Request(uuid4().hex, tokens, output, dense, self.served.stop, options=sampling)
+        share = self._share(body.get("share"))
+        dense, other = share == 1, None if share == self.served.shares[0] else share
+        return Request(uuid4().hex, tokens, output, dense, self.served.stop, options=sampling, share=other)
+
+    def _share(self, asked: int | float | str | None) -> Fraction:
+        if asked is None:
+            return self.served.shares[0]
+        named = self.served.named_shares
+        for text, share in named.items():
+            if asked in (text, float(share)):
+                return share
+        raise BadRequest(f"share: expected one of {', '.join(named)}, got {asked!r}")
 
     # --- What it gets
 

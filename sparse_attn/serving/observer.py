@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from ..models import Model, dense
-from .cost import Work
+from .cost import DENSE, Path, Work, model_of, path_of
 from .metrics import Exporter, crossover
 from .records import Records
 from .stats import Counts, Span, Stats, StepStats
@@ -45,7 +45,7 @@ class Observer:
         self.model = plan.counter.model
         self.crossover = crossover(self.model)
         self.stats = Stats(dense(self.model), drafts=drafts, formats=formats) if runs_dense else plan
-        self._dense: Stats | None = None  # of sequences that an engine attended densely by choice
+        self._stats: dict[Path, Stats] = {None: self.stats}
         self._formats = formats
         self._plan = plan if runs_dense else None
         self.exporter, self._records, self.runs_dense = exporter, records, runs_dense
@@ -73,14 +73,14 @@ class Observer:
             reasons: why sequences attend as they do, and how many: ``"plan"`` for those that select.
             seconds: the step's time, if known.
         """
-        batches: dict[bool, dict[Hashable, Span]] = {}
+        batches: dict[Path, dict[Hashable, Span]] = {}
         for request, work in works.items():
-            batches.setdefault(work.dense, {})[request] = (work.before, work.after)
-        found = {dense: self._stats_of(dense).step(batch) for dense, batch in batches.items()}
+            batches.setdefault(path_of(work), {})[request] = (work.before, work.after)
+        found = {path: self._stats_of(path).step(batch) for path, batch in batches.items()}
         total = sum(found.values(), StepStats())
         kinds = {
-            "selecting": found.get(False, StepStats()).decode,
-            "dense": found.get(True, StepStats()).decode,
+            "selecting": sum((stats.decode for path, stats in found.items() if path != DENSE), Counts()),
+            "dense": found.get(DENSE, StepStats()).decode,
             "chunk": total.prefill,
         }
         facts: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
@@ -89,12 +89,10 @@ class Observer:
         self._tell(total, {request: (work.before, work.after) for request, work in works.items()}, reasons, facts)
         return total
 
-    def _stats_of(self, chosen_dense: bool) -> Stats:
-        if not chosen_dense:
-            return self.stats
-        if self._dense is None:
-            self._dense = Stats(dense(self.model), drafts=self.stats.drafts, formats=self._formats)
-        return self._dense
+    def _stats_of(self, path: Path) -> Stats:
+        if path not in self._stats:
+            self._stats[path] = Stats(model_of(self.model, path), drafts=self.stats.drafts, formats=self._formats)
+        return self._stats[path]
 
     def _tell(
         self, found: StepStats, batch: Mapping[Hashable, Span], reasons: Mapping[str, int], facts: Mapping[str, Any]
@@ -114,8 +112,8 @@ class Observer:
         if request not in self:
             raise KeyError(f"request {request!r}: expected one that was in a step, and has not finished")
         found = StepStats()
-        for stats in (self.stats, self._dense):
-            if stats and request in stats:
+        for stats in self._stats.values():
+            if request in stats:
                 found += stats.finish(request)
         # what an engine chooses for a sequence is as it was configured
         plan = self._plan.finish(request) if self._plan else found

@@ -65,7 +65,7 @@ def _turns(
     memory: Memory, parts: Sequence[Part], q: torch.Tensor, share: Fraction, score: str, rounds: int
 ) -> Iterator[tuple[str, float]]:
     for turn in range(rounds + 1):
-        for path, chosen in (("dense", None), ("sparse", share)):
+        for path, chosen in (("dense", None), ("sparse", [share] * len(parts))):
             batch = Batch.of(parts, 0, chosen, memory.page_size)
             begin = perf_counter()
             with torch.inference_mode():

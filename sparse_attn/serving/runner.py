@@ -70,7 +70,8 @@ class Batch:
     most: int = 0
 
     @classmethod
-    def of(cls, parts: Sequence[Part], start: int, share: Fraction | None, page_size: int) -> Batch:
+    def of(cls, parts: Sequence[Part], start: int, shares: Sequence[Fraction] | None, page_size: int) -> Batch:
+        """``shares``: of what the rows of each part see; None: they attend to everything."""
         counts = [part.after - part.before for part in parts]
         lengths = [part.after for part in parts]
         width = pages_for(max(lengths), page_size)
@@ -79,10 +80,10 @@ class Batch:
             pages = part.tables[PLANE]
             row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         budgets = None
-        if share is not None:
-            visible = torch.cat([torch.arange(part.before, part.after) for part in parts]) + 1
-            wanted = -(-visible * share.numerator // share.denominator)
-            budgets = torch.minimum(wanted.clamp(min=FLOOR), visible).int()
+        if shares is not None:
+            seen = [torch.arange(part.before, part.after) + 1 for part in parts]
+            wanted = [-(-n * share.numerator // share.denominator) for n, share in zip(seen, shares, strict=True)]
+            budgets = torch.minimum(torch.cat(wanted).clamp(min=FLOOR), torch.cat(seen)).int()
         return cls(
             slice(start, start + sum(counts)),
             torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
@@ -174,7 +175,7 @@ class Runner:
     Args:
         model: ``LlamaForCausalLM``, or a model with the same arguments.
         pages, page_size: of the pool.
-        share: of the visible entries that requests attend which are not dense.
+        share: of the visible entries that requests attend which are not dense and name none.
         score: of ``select``: ``"dot"`` is the cheapest, and ``"softmax_sum"`` the probabilities of attention.
         format, index_format: of keys and values, and of index keys.
     """
@@ -214,9 +215,10 @@ class Runner:
         selecting = [part for part in parts if not part.dense]
         rows = sum(part.after - part.before for part in selecting)
         batches = []
-        for some, start, share in ((selecting, 0, self.share), (parts[len(selecting) :], rows, None)):
+        shares = [part.request.share or self.share for part in selecting]
+        for some, start, chosen in ((selecting, 0, shares), (parts[len(selecting) :], rows, None)):
             if some:
-                batches.append(Batch.of(some, start, share, self.memory.page_size))
+                batches.append(Batch.of(some, start, chosen, self.memory.page_size))
         slots = torch.tensor([slot for part in parts for slot in part.slots[PLANE]], dtype=torch.int64)
         step = Step(self.memory, slots, batches, self.score)
         ends = torch.tensor([part.after - part.before for part in parts]).cumsum(0) - 1

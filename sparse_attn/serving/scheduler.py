@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,8 @@ Finish = Literal["stop", "length", "error"]
 Reason = Literal["plan", "prompt", "request", "exact", "approximate"]
 """Why a part selects (``"plan"``) or is dense: of a prompt, of a request that asked for it, or by a ``Switch``."""
 
+NOWHERE = Switch(0)
+
 
 class Refused(RuntimeError):
     """A request that is not taken. ``reason`` is ``"infeasible"``, ``"queue"``, ``"overdue"`` or ``"closed"``."""
@@ -39,8 +42,9 @@ class Request:
     """A request, and how far it is.
 
     ``tokens``: the prompt, and what is generated after it, ``output`` tokens at most. ``dense``: it attends to
-    everything. ``saved``: a cache to begin with, whose bytes the engine has; also of a preempted request.
-    ``options``: for whoever samples.
+    everything; if not, what is generated attends to this ``share`` of what it sees, None: the engine's own.
+    ``saved``: a cache to begin with, whose bytes the engine has; also of a preempted request. ``options``: for whoever
+    samples.
     """
 
     name: Hashable
@@ -51,6 +55,7 @@ class Request:
     arrived: float = 0.0
     saved: Saved | None = None
     options: Any = None
+    share: Fraction | None = None
     prompt: int = field(init=False)
     computed: int = field(default=0, init=False)
     """Tokens whose keys and values are in its pages."""
@@ -108,7 +113,7 @@ class Part:
 
     @property
     def work(self) -> Work:
-        return Work(self.before, self.after, self.dense)
+        return Work(self.before, self.after, self.dense, self.request.share)
 
     @property
     def samples(self) -> bool:
@@ -164,7 +169,7 @@ class Scheduler:
         steps: how large steps and queues may be.
         prefixes: whether caches of prompts are kept and found.
         salt: of prefix keys.
-        switch: up to which length requests that select are attended densely; None: nowhere.
+        switches: by share, up to which length requests that select are attended densely; without: nowhere.
     """
 
     def __init__(
@@ -175,11 +180,11 @@ class Scheduler:
         *,
         prefixes: bool = True,
         salt: bytes = b"",
-        switch: Switch | None = None,
+        switches: Mapping[Fraction | None, Switch] | None = None,
     ) -> None:
         self.manager, self.admission, self.steps = manager, admission, steps or Steps()
         self.prefixes, self._salt = prefixes, salt
-        self.switch = switch or Switch(0)
+        self.switches = switches or {}
         self.waiting: OrderedDict[Hashable, Request] = OrderedDict()
         self.running: dict[Hashable, Request] = {}  # the oldest first
         self.preemptions = 0
@@ -274,6 +279,7 @@ class Scheduler:
             now - request.arrived,
             self._reason(request, request.prompt + 1) != "plan",
             self._prompt(request),
+            request.share,
         )
 
     def _prompt(self, request: Request) -> Work | None:
@@ -312,11 +318,11 @@ class Scheduler:
     def _next(self, request: Request) -> Work:
         """Its next decode step."""
         tokens = max(len(request.tokens), request.computed + 1)
-        return Work.decode(tokens, self._reason(request, tokens) != "plan")
+        return Work.decode(tokens, self._reason(request, tokens) != "plan", request.share)
 
     def _reason(self, request: Request, tokens: int) -> Reason:
         """Of its decode step that sees so many tokens."""
-        return "request" if request.dense else self.switch.reason(tokens) or "plan"
+        return "request" if request.dense else self.switches.get(request.share, NOWHERE).reason(tokens) or "plan"
 
     def _begin(self, request: Request, moves: list[Save | Restore | Copy]) -> bool:
         """Begin a request, unless there are too many, or too few pages."""
