@@ -138,10 +138,14 @@ def expect_scales(op: str, name: str, plane: Plane, slots: Tensor) -> None:
     expect(not len(wrong), op, name, expected, f"one in slot {wrong[:1].tolist()}", "pass the plane's own format")
 
 
-def expect_apart(op: str, name: str, written: Tensor, others: Iterable[Tensor]) -> None:
-    """Check that a tensor to be written shares no memory with ``others``, nor one of its elements with another."""
+def expect_distinct(op: str, name: str, written: Tensor) -> None:
+    """Check that no two elements of a tensor to be written share memory."""
     alone = all(size <= 1 or stride != 0 for size, stride in zip(written.shape, written.stride(), strict=True))
     expect(alone, op, name, "elements that share no memory", f"strides {written.stride()}", "pass a tensor of its own")
+
+
+def expect_apart(op: str, name: str, written: Tensor, others: Iterable[Tensor]) -> None:
+    """Check that a tensor to be written shares no memory with ``others``."""
     storage = written.untyped_storage().data_ptr()
     for other in others:
         if other.untyped_storage().data_ptr() == storage and _meet(written, other):

@@ -10,15 +10,16 @@ one dictionary look-up.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from . import env, registry
-from .checks import dtype_name, expect, expect_apart, expect_tensor, refuse
+from . import env, reading, registry
+from .checks import dtype_name, expect, expect_apart, expect_distinct, expect_tensor, refuse
 
 _library = torch.library.Library("sparse_attn", "DEF")
 _DEVICE_KEYS = ("CPU", "CUDA", "PrivateUse1")
@@ -83,7 +84,8 @@ class Op:
 
 
 _OPS: list[Op] = []
-_memo: dict[Any, tuple[registry.Impl, tuple[Output, ...]]] = {}
+Routed = tuple[registry.Impl, tuple[Output, ...]]
+_memo: dict[Hashable, Routed] = {}
 
 
 def forget() -> None:
@@ -92,30 +94,26 @@ def forget() -> None:
     registry.reset()
 
 
-def route(
-    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any] | None = None
-) -> tuple[registry.Impl, tuple[Output, ...]]:
+def route(op: Op, a: Any, key: Hashable, given: dict[str, Any] | None = None) -> Routed:
     """Check one call, and the tensors ``given`` to fill by name; the kernel that runs it, and what it returns."""
-    named = kwargs if given is None else kwargs | given
-    start, stop = op.host_bounds
-    # one flat loop: this line is most of what a routed call costs over a bare one
-    key = (op.name, *named) + tuple(
-        [
-            (v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else v
-            for v in (*args[:start], *args[stop:], *named.values())
-        ]
-    )
+    if key is None:
+        key = reading.PlainReader(op.name, op.arguments, *op.host_bounds).key(a, tuple((given or {}).values()))
+    debug = env.CHECKS.get() == "debug"
+    if debug:
+        key = "debug", key  # which no caller looks up, so that values are checked in every call
     routed = _memo.get(key)
     if routed is None:
         env.check()
-        call = op.arguments(*args, **kwargs)
-        outputs = _checked(op, call, given)
-        routed = registry.choose(op.facts(call), call.backend), outputs
+        outputs = _checked(op, a, given)
+        for name, tensor in _written(op, a, given).items():
+            if tensor is not None:
+                expect_distinct(op.name, name, tensor)
+        routed = registry.choose(op.facts(a), a.backend), outputs
         if len(_memo) >= _MEMO_ENTRIES:
             _memo.clear()
         _memo[key] = routed
-    if env.CHECKS.get() == "debug":
-        op.check_values(op.arguments(*args, **kwargs))
+    if debug:
+        op.check_values(a)
     return routed
 
 
@@ -135,60 +133,76 @@ def _checked(op: Op, a: Any, given: dict[str, Any] | None) -> tuple[Output, ...]
     return outputs
 
 
-def _check_gradients(op: Op, a: Any) -> None:
+def _check_gradients(op: Op, a: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse tensors whose gradient PyTorch would follow: it would find none here, and only warn."""
-    for name, value in zip(a._fields, a, strict=True):
+    for value in (*args, *kwargs.values()):  # fewer than all of the tuple
         if isinstance(value, Tensor) and value.requires_grad:
+            name = next(name for name, argument in a._asdict().items() if argument is value)
             expected = "a tensor without requires_grad, as this op has no gradient"
             raise refuse(op.name, name, expected, "one with it", "detach it or use torch.no_grad()")
 
 
-def _check_apart(op: Op, a: Any, written: dict[str, Tensor | None]) -> None:
+def _written(op: Op, a: Any, given: dict[str, Any] | None) -> dict[str, Tensor | None]:
+    """The tensors that a call writes, by name."""
+    return {name: getattr(a, name) for name in op.writes} | (given or {})
+
+
+def _check_apart(op: Op, reader: reading.Reader, a: Any, written: dict[str, Tensor | None]) -> None:
     """Refuse to write memory that the call also reads. It depends on addresses, so it is not remembered."""
-    named = {name: value for name, value in (a._asdict() | written).items() if isinstance(value, Tensor)}
+    named = a._asdict() | written
+    if reader.apart(tuple(written.values()), tuple(named.values())):
+        return
     for name, tensor in written.items():
         if tensor is not None:
-            expect_apart(op.name, name, tensor, [other for n, other in named.items() if n != name])
+            others = [other for n, other in named.items() if n != name and isinstance(other, Tensor)]
+            expect_apart(op.name, name, tensor, others)
 
 
-def _note_written(tensors: list[Tensor | None]) -> None:
+def _note_written(written: dict[str, Tensor | None]) -> None:
     """Tell autograd, so that a backward pass that saved one of them does not use what it holds now."""
-    torch.autograd.graph.increment_version([t for t in tensors if t is not None and not t.is_inference()])
+    if not torch.is_inference_mode_enabled():
+        tensors = [t for t in written.values() if t is not None and not t.is_inference()]
+        torch.autograd.graph.increment_version(tensors)
 
 
 def define(op: Op) -> None:
     """Register ``op`` and, if it returns tensors, its overload ``out``, which fills the caller's."""
     _OPS.append(op)
 
+    @cache  # at the first call: importing the package loads no native module
+    def reader() -> reading.Reader:
+        return reading.reader(op.name, op.arguments, *op.host_bounds)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        impl, outputs = route(op, args, kwargs)
-        a = op.arguments(*args, **kwargs)
+        a, key = reader().read(args, kwargs, ())
+        impl, outputs = _memo.get(key) or route(op, a, key)
         if torch.is_grad_enabled():
-            _check_gradients(op, a)
-        if op.writes:
-            _check_apart(op, a, {name: getattr(a, name) for name in op.writes})
+            _check_gradients(op, a, args, kwargs)
+        written = _written(op, a, None) if op.writes else {}
+        if written:
+            _check_apart(op, reader(), a, written)
         returned, filled = _empty(a, outputs)
         impl.run(a, *filled)
-        if op.writes and not torch.is_inference_mode_enabled():
-            _note_written([getattr(a, name) for name in op.writes])
+        if written:
+            _note_written(written)
         return returned
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         a = op.arguments(*args, **kwargs)
         if torch.is_grad_enabled():
-            _check_gradients(op, a)
+            _check_gradients(op, a, args, kwargs)
         return _empty(a, _checked(op, a, None))[0]
 
     def kernel_out(*args: Any, **kwargs: Any) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
-        impl, _ = route(op, args, kwargs, given)
-        a = op.arguments(*args, **kwargs)
+        a, key = reader().read(args, kwargs, tuple(given.values()))
+        impl, _ = _memo.get(key) or route(op, a, key, given)
         if torch.is_grad_enabled():
-            _check_gradients(op, a)
-        _check_apart(op, a, {name: getattr(a, name) for name in op.writes} | given)
+            _check_gradients(op, a, args, kwargs)
+        written = _written(op, a, given)
+        _check_apart(op, reader(), a, written)
         impl.run(a, *given.values())
-        if not torch.is_inference_mode_enabled():
-            _note_written([*(getattr(a, name) for name in op.writes), *given.values()])
+        _note_written(written)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
@@ -206,9 +220,10 @@ def define(op: Op) -> None:
 
 def _empty(a: Any, outputs: tuple[Output, ...]) -> tuple[Any, list[Tensor | None]]:
     """New tensors, as the schema returns them, and those of them for a kernel to fill."""
-    new, tensors, filled = a[0].new_empty, [], []
-    for shape, dtype, wanted in outputs:
-        tensor = new(shape if wanted else (0,), dtype=dtype)
+    new, own, tensors, filled = a[0].new_empty, a[0].dtype, [], []
+    for shape, dtype, wanted in outputs:  # sizes one by one, and no dtype, are what PyTorch parses quickest
+        sizes = shape if wanted else (0,)
+        tensor = new(*sizes) if dtype is own else new(*sizes, dtype=dtype)
         tensors.append(tensor)
         filled.append(tensor if wanted else None)
     return tensors[0] if len(tensors) == 1 else tuple(tensors) or None, filled
@@ -230,7 +245,8 @@ def resolve(name: str, *args: Any, **kwargs: Any) -> registry.Impl:
     op = next((op for op in _OPS if op.name == name), None)
     if op is None:
         raise ValueError(f"resolve: name: expected one of {', '.join(op.name for op in _OPS)}, got {name!r}")
-    return route(op, args, kwargs)[0]
+    a, key = reading.reader(op.name, op.arguments, *op.host_bounds).read(args, kwargs, ())
+    return route(op, a, key)[0]
 
 
 def defined() -> tuple[Op, ...]:

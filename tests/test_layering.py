@@ -89,7 +89,7 @@ def violations(path: Path, source: str | None = None) -> list[str]:
     elif layer == ["ops"]:
         allowed = _package("ops", "library", "checks", "registry", "layout", "planes")
         wrong = {m for m in ours if not within(m, *allowed)}
-    elif layer and layer[0] in ("checks", "registry", "library", "env", "reference"):
+    elif layer and layer[0] in ("checks", "registry", "library", "reading", "env", "reference"):
         higher = _package("serving", "integrations", "demo")
         wrong = {m for m in ours if within(m, *higher)}
     if name != "sparse_attn.library" and layer != ["demo"]:

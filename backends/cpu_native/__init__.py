@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparse_attn import env
 from sparse_attn.checks import InvalidCall, refuse
-from sparse_attn.layout import FORMATS, PLAIN_FORMATS
+from sparse_attn.layout import FORMATS
 from sparse_attn.registry import Between, Impl, Limit, OneOf
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from sparse_attn.ops.store import Store
 
 _Tolerance = Mapping[str, tuple[float, float]]
-
-_CODES = {getattr(torch, FORMATS[name].dtype): FORMATS[name].code for name in PLAIN_FORMATS}
 
 
 @cache
@@ -61,8 +59,7 @@ def _machine() -> tuple[int, int]:
 
 
 def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
-    q_code, rope_code = _CODES[a.q.dtype], 0 if a.kv_rope is None else _CODES[a.kv_rope.dtype]
-    failure = _native().attend(a, out, lse, q_code, rope_code, *_machine())
+    failure = _native().attend(a, out, lse, *_machine())
     if failure is not None:
         in_window = failure[1]
         paging, table = (a.window_paging, a.win_page_table) if in_window else (a.main_paging, a.page_table)
@@ -71,16 +68,13 @@ def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
 
 def _select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
     a = a.with_float_queries
-    weights = 0 if a.weights is None else _CODES[a.weights.dtype]
-    outputs = indices, counts, values, candidate_blocks
-    failure = _native().select(a, *outputs, _CODES[a.q.dtype], weights, *_machine())
+    failure = _native().select(a, indices, counts, values, candidate_blocks, *_machine())
     if failure is not None:
         raise _refusal("select", a, a.paging, a.page_table, "page_table", *failure)
 
 
 def _compress(a: Compress, latent: Tensor | None) -> None:
-    row_code, gate_code = _CODES[a.rows.dtype], 0 if a.gates is None else _CODES[a.gates.dtype]
-    failure = _native().compress(a, latent, row_code, gate_code, *_machine())
+    failure = _native().compress(a, latent, *_machine())
     if failure is None:
         return
     error, in_state, first, _ = failure
@@ -127,13 +121,13 @@ def _refusal(
 
 
 def _store(a: Store) -> None:
-    last = _native().store(a, _CODES[a.rows.dtype], *_machine())
+    last = _native().store(a, *_machine())
     if last >= 0:
         raise _past("store", "slots", a.paging, last)
 
 
 def _load(a: Load, out: Tensor) -> None:
-    last = _native().load(a, out, _CODES[out.dtype], *_machine())
+    last = _native().load(a, out, *_machine())
     if last >= 0:
         raise _past("load", "slots", FORMATS[a.format].paging(a.plane.shape, a.page_size), last)
 
@@ -148,7 +142,7 @@ def _convert(a: Convert) -> None:
 
 
 def _merge(a: Merge, out: Tensor, lse: Tensor) -> None:
-    _native().merge(a, out, lse, _CODES[out.dtype], torch.get_num_threads())
+    _native().merge(a, out, lse, torch.get_num_threads())
 
 
 def _select_merge(a: SelectMerge, indices: Tensor, counts: Tensor, values: Tensor) -> None:

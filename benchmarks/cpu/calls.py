@@ -1,4 +1,5 @@
-"""What a call costs besides its work: the smallest decode step, through the operator and without the router."""
+"""What a call costs besides its work: the smallest decode step, through the operator and without the router, beside
+what PyTorch itself takes."""
 
 from __future__ import annotations
 
@@ -8,13 +9,18 @@ from typing import Any
 import torch
 
 from sparse_attn import resolve
-from sparse_attn.ops.attend import Attend
+from sparse_attn.ops.attend import SCHEMA, Attend
 
 from .timing import OURS, Case
 
 REPEATS = 500
 """Calls that are timed together."""
 RESOLVED = "resolved kernel"
+EMPTY = "an op in Python that makes the outputs"
+"""Of the same schema."""
+_library = torch.library.Library("sparse_attn_bench", "DEF")
+_library.define(f"empty({SCHEMA}) -> (Tensor out, Tensor lse)")
+_library.impl("empty", lambda q, *_, **__: (q.new_empty(1, 1, 64), q.new_empty(0)), "CPU")
 
 
 def make() -> Case:
@@ -36,13 +42,19 @@ def make() -> Case:
     impl = resolve("attend", *leading, **named)
     out = torch.empty(1, 1, 64)
 
+    empty = torch.ops.sparse_attn_bench.empty.default
+
+    def nothing() -> None:
+        empty(*leading, **named)
+
     def routed() -> None:
         op(*leading, **named)
 
     def resolved() -> None:
         impl.run(arguments, out, None)
 
-    return Case("attend B 1, 1 head, K 16", {OURS: _many(routed, out), RESOLVED: _many(resolved, out)})
+    functions = {OURS: routed, RESOLVED: resolved, EMPTY: nothing}
+    return Case("attend B 1, 1 head, K 16", {name: _many(call, out) for name, call in functions.items()})
 
 
 def _many(call: Callable[[], None], out: torch.Tensor) -> Callable[[int], torch.Tensor]:

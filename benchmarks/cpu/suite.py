@@ -219,6 +219,8 @@ def _calls(budget: float) -> list[Row]:
         found.append(
             Row("Calls", case.name, time.quartile * scale, "us", target, peer, time.spread, 1, time.median * scale)
         )
+    ours = times[OURS]
+    found.append(_row("Calls", case.name, times[calls.EMPTY].quartile / ours.quartile, "x", None, calls.EMPTY, ours, 1))
     return found
 
 

@@ -2,6 +2,10 @@
 
 #include <string.h>
 
+#include <string>
+
+#include "../common/tensor.h"
+
 namespace sparse_attn {
 namespace {
 
@@ -61,42 +65,72 @@ Word word(py::handle name, const char* const (&words)[kCount]) {
   throw py::value_error("unknown word");
 }
 
-// A tensor's address, sizes and strides. The caller's tuple keeps the tensor alive.
+// A tensor's address, dtype, sizes and strides. The caller's tuple keeps the tensor alive.
 class TensorView {
  public:
-  explicit TensorView(py::handle tensor) : tensor_(tensor) {}
+  explicit TensorView(py::handle tensor) : given_(!tensor.is_none()) {
+    if (given_ && !describe(tensor.ptr(), &info_)) ask(tensor);
+  }
+  TensorView(const TensorView&) = delete;
 
-  bool given() const { return !tensor_.is_none(); }
+  bool given() const { return given_; }
 
   template <class T>
   T* data() const {
-    if (!given()) return nullptr;
-    return reinterpret_cast<T*>(
-        PyLong_AsVoidPtr(call_method(tensor_, SPARSE_ATTN_NAME("data_ptr")).ptr()));
+    return given_ ? reinterpret_cast<T*>(info_.data()) : nullptr;
+  }
+
+  // The plain format of a tensor of floating point numbers.
+  Format format() const {
+    const bool brain = info_.type == kBrainFloat;
+    if (info_.bits == 16 && (brain || info_.type == kFloat))
+      return brain ? Format::kBf16 : Format::kFp16;
+    if (info_.bits == 32 && info_.type == kFloat) return Format::kFp32;
+    throw py::value_error("unexpected dtype");
   }
 
   // Sizes of the first `count` axes.
   void sizes(int count, int64_t* to) const {
-    read(attribute(tensor_, SPARSE_ATTN_NAME("shape")), count, 1, to);
+    for (int i = 0; i < count; ++i) to[i] = info_.sizes[i];
   }
 
   // Strides of the first `count` axes in units of 1 / `unit` elements.
   void strides(int count, int64_t unit, int64_t* to) const {
-    read(call_method(tensor_, SPARSE_ATTN_NAME("stride")), count, unit, to);
+    for (int i = 0; i < count; ++i) to[i] = info_.strides[i] * unit;
   }
 
  private:
-  static void read(const py::object& tuple, int count, int64_t unit, int64_t* to) {
-    for (int i = 0; i < count; ++i) to[i] = integer(PyTuple_GET_ITEM(tuple.ptr(), i)) * unit;
+  static constexpr int kMostAxes = 4;
+  static constexpr uint8_t kFloat = 2, kBrainFloat = 4;  // DLPack's numbers of types
+
+  // Reads attributes, of tensors without DLPack's table.
+  void ask(py::handle tensor) {
+    const py::object sizes = attribute(tensor, SPARSE_ATTN_NAME("shape"));
+    const py::object strides = call_method(tensor, SPARSE_ATTN_NAME("stride"));
+    for (int i = 0; i < kMostAxes && i < PyTuple_GET_SIZE(sizes.ptr()); ++i) {
+      asked_[0][i] = integer(PyTuple_GET_ITEM(sizes.ptr(), i));
+      asked_[1][i] = integer(PyTuple_GET_ITEM(strides.ptr(), i));
+    }
+    info_.memory = static_cast<char*>(
+        PyLong_AsVoidPtr(call_method(tensor, SPARSE_ATTN_NAME("data_ptr")).ptr()));
+    const py::str dtype(attribute(tensor, SPARSE_ATTN_NAME("dtype")));
+    const char* name = PyUnicode_AsUTF8(dtype.ptr());
+    if (!name) throw py::error_already_set();
+    info_.type = strcmp(name, "torch.bfloat16") == 0 ? kBrainFloat : kFloat;
+    info_.bits = strcmp(name, "torch.float32") == 0 ? 32 : 16;
+    info_.offset = 0;
+    info_.sizes = asked_[0];
+    info_.strides = asked_[1];
   }
 
-  py::handle tensor_;
+  bool given_;
+  TensorInfo info_ = {};
+  int64_t asked_[2][kMostAxes];
 };
 
 // Rows of `items` items of `bytes` bytes.
-PagedRows paged_rows(py::handle tensor, Number type, int64_t items, int64_t bytes) {
+PagedRows paged_rows(const TensorView& view, Number type, int64_t items, int64_t bytes) {
   PagedRows rows;
-  const TensorView view(tensor);
   if (!view.given()) return rows;
   rows.data = view.data<const char>();
   int64_t strides[3];
@@ -109,14 +143,15 @@ PagedRows paged_rows(py::handle tensor, Number type, int64_t items, int64_t byte
   return rows;
 }
 
-PagedRows paged_rows(py::handle tensor, Number type) {
-  const TensorView view(tensor);
+PagedRows paged_rows(const TensorView& view, Number type) {
   int64_t sizes[4] = {0, 0, 0, 0};
   if (view.given()) view.sizes(4, sizes);
-  return paged_rows(tensor, type, sizes[3], (number_bits(type) + 7) / 8);
+  return paged_rows(view, type, sizes[3], (number_bits(type) + 7) / 8);
 }
 
-PagedRows paged_scales(py::handle tensor) { return paged_rows(tensor, Number::kFp16, 1, 2); }
+PagedRows paged_scales(py::handle tensor) {
+  return paged_rows(TensorView(tensor), Number::kFp16, 1, 2);
+}
 
 void read_indices(py::handle tensor, PlaneParams* plane) {
   const TensorView view(tensor);
@@ -145,7 +180,7 @@ int32_t read_plane(py::handle tensor, Format format, py::handle scale, py::handl
     view.strides(planar(format) ? 1 : 2, 1, strides);
     set_packed(plane, format, view.data<const char>(), sizes[1], strides[0], strides[1]);
   } else {
-    plane->k = paged_rows(tensor, codec_of(format).element);
+    plane->k = paged_rows(view, codec_of(format).element);
     plane->k_scale = paged_scales(scale);
   }
   return static_cast<int32_t>(sizes[2]);
@@ -161,16 +196,36 @@ void read_page_table(py::handle tensor, PlaneParams* plane) {
   plane->max_pages = sizes[1];
 }
 
-#define FIELD(name) attribute(call, SPARSE_ATTN_NAME(name))
+// The place of a field in an op's argument tuple.
+Py_ssize_t place_of(py::handle call, const char* name) {
+  const py::tuple names = call.attr("_fields");
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (py::cast<std::string>(names[i]) == name) return static_cast<Py_ssize_t>(i);
+  }
+  throw py::attribute_error(name);
+}
+
+py::handle field(py::handle call, Py_ssize_t place) { return PyTuple_GET_ITEM(call.ptr(), place); }
+
+// A field of the argument tuple, whose place is looked up once for each reader: a reader reads the
+// tuples of one op.
+#define FIELD(name)                                       \
+  field(call, [&call] {                                   \
+    static const Py_ssize_t place = place_of(call, name); \
+    return place;                                         \
+  }())
+
+// What the tuple's class derives from its fields.
+#define DERIVED(name) attribute(call, SPARSE_ATTN_NAME(name))
 
 // Which query rows belong to which sequence, and how long these are.
 template <class Params>
 void read_lengths(py::handle call, Params* p) {
   int64_t starts;
-  const py::object cu_seqlens_q = FIELD("cu_seqlens_q");
-  TensorView(cu_seqlens_q).sizes(1, &starts);
+  const TensorView cu_seqlens_q(FIELD("cu_seqlens_q"));
+  cu_seqlens_q.sizes(1, &starts);
   p->batch = starts - 1;
-  p->cu_seqlens_q = TensorView(cu_seqlens_q).data<const int32_t>();
+  p->cu_seqlens_q = cu_seqlens_q.data<const int32_t>();
   p->seq_lens = TensorView(FIELD("seq_lens")).data<const int32_t>();
   p->max_seqlen_q = integer(FIELD("max_seqlen_q"));
   p->max_seq_len = integer(FIELD("max_seq_len"));
@@ -178,17 +233,15 @@ void read_lengths(py::handle call, Params* p) {
 
 }  // namespace
 
-AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Format q_format,
-                           Format rope_format) {
+AttendParams attend_params(py::handle call, py::handle out, py::handle lse) {
   AttendParams p;
   int64_t sizes[4];
 
-  const py::object q = FIELD("q");
-  const TensorView q_view(q);
+  const TensorView q_view(FIELD("q"));
   q_view.sizes(3, sizes);
-  q_view.strides(2, element_bytes(q_format), p.q_strides);
+  p.q_format = q_view.format();
+  q_view.strides(2, element_bytes(p.q_format), p.q_strides);
   p.q = q_view.data<const char>();
-  p.q_format = q_format;
   p.tokens = sizes[0];
   p.heads = static_cast<int32_t>(sizes[1]);
   p.qk_dim = static_cast<int32_t>(sizes[2]);
@@ -201,20 +254,21 @@ AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Form
   p.v_dim = static_cast<int32_t>(integer(FIELD("v_dim")));
   p.causal = FIELD("causal").ptr() == Py_True;
 
-  const py::object kv = FIELD("kv");
+  const py::handle kv = FIELD("kv");
   if (!kv.is_none()) {
     PlaneParams& main = p.main;
-    const py::object v = FIELD("v"), v_format = FIELD("v_format");
+    const py::handle v = FIELD("v"), v_format = FIELD("v_format");
     const Format k_format = format_named(FIELD("format"));
     p.kv_heads = read_plane(kv, k_format, FIELD("kv_scale"), FIELD("page_size"), &main);
     if (!packed(k_format)) {
-      main.rope = paged_rows(FIELD("kv_rope"), codec_of(rope_format).element);
+      const TensorView rope(FIELD("kv_rope"));
+      if (rope.given()) main.rope = paged_rows(rope, codec_of(rope.format()).element);
       main.v_scale = main.k_scale;
     }
     if (!v.is_none()) {
       const Format format =
           PyUnicode_GetLength(v_format.ptr()) > 0 ? format_named(v_format) : k_format;
-      main.v = paged_rows(v, codec_of(format).element);
+      main.v = paged_rows(TensorView(v), codec_of(format).element);
       main.v_scale = paged_scales(FIELD("v_scale"));
     }
     read_page_table(FIELD("page_table"), &main);
@@ -224,7 +278,7 @@ AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Form
     main.select_block = integer(FIELD("select_block"));
     main.ratio = integer(FIELD("ratio"));
   }
-  const py::object win = FIELD("win");
+  const py::handle win = FIELD("win");
   if (!win.is_none()) {
     PlaneParams& window = p.window;
     p.kv_heads = read_plane(win, format_named(FIELD("win_format")), py::none(),
@@ -238,28 +292,26 @@ AttendParams attend_params(py::handle call, py::handle out, py::handle lse, Form
 }
 
 SelectParams select_params(py::handle call, py::handle indices, py::handle counts,
-                           py::handle values, py::handle candidate_blocks, Format q_format,
-                           Format weight_format) {
+                           py::handle values, py::handle candidate_blocks) {
   SelectParams p;
   int64_t sizes[4];
 
-  const py::object q = FIELD("q"), weights = FIELD("weights");
-  const TensorView q_view(q), weight_view(weights);
+  const TensorView q_view(FIELD("q")), weight_view(FIELD("weights"));
   q_view.sizes(3, sizes);
-  q_view.strides(2, element_bytes(q_format), p.q_strides);
+  p.q_format = q_view.format();
+  q_view.strides(2, element_bytes(p.q_format), p.q_strides);
   p.q = q_view.data<const char>();
-  p.q_format = q_format;
   p.tokens = sizes[0];
   p.heads = static_cast<int32_t>(sizes[1]);
   p.dim = static_cast<int32_t>(sizes[2]);
   if (weight_view.given()) {
     p.weights = weight_view.data<const char>();
-    weight_view.strides(2, element_bytes(weight_format), p.weight_strides);
-    p.weight_format = weight_format;
+    p.weight_format = weight_view.format();
+    weight_view.strides(2, element_bytes(p.weight_format), p.weight_strides);
   }
   read_lengths(call, &p);
 
-  const py::object keys = FIELD("keys");
+  const py::handle keys = FIELD("keys");
   p.key_heads = read_plane(keys, format_named(FIELD("format")), FIELD("key_scale"),
                            FIELD("page_size"), &p.keys);
   read_page_table(FIELD("page_table"), &p.keys);
@@ -274,7 +326,7 @@ SelectParams select_params(py::handle call, py::handle indices, py::handle count
   p.rounded = word<int>(FIELD("score_dtype"), kScoreTypeNames) == 1;
   p.lists = static_cast<int32_t>(integer(FIELD("out_heads")));
   p.bounds = FIELD("bounds").ptr() == Py_True;
-  p.strides = integer(FIELD("strides"));
+  p.strides = integer(DERIVED("strides"));
   p.block = integer(FIELD("block"));
   p.pool = word<Pool>(FIELD("pool"), kPoolNames);
   p.keep_first = integer(FIELD("keep_first"));
@@ -282,8 +334,7 @@ SelectParams select_params(py::handle call, py::handle indices, py::handle count
   p.tail = word<Tail>(FIELD("tail"), kTailNames);
   p.by_score = word<int>(FIELD("order"), kOrderNames) == 2;
 
-  const py::object candidates = FIELD("candidates");
-  const TensorView candidate_view(candidates);
+  const TensorView candidate_view(FIELD("candidates"));
   p.takes_candidates = candidate_view.given();
   if (p.takes_candidates) {
     candidate_view.sizes(3, sizes);
@@ -337,17 +388,16 @@ int64_t row_dim(py::handle tensor, py::handle format_name) {
   return sizes[3] * item_bytes(format) * 8 / number_bits(codec.element);
 }
 
-CompressParams compress_params(py::handle call, py::handle latent, Format row_format,
-                               Format gate_format) {
+CompressParams compress_params(py::handle call, py::handle latent) {
   CompressParams p;
   int64_t sizes[3];
-  const auto token_rows = [](py::handle tensor, Format format) {
+  const auto token_rows = [](py::handle tensor) {
     TokenRows rows;
     const TensorView view(tensor);
     if (!view.given()) return rows;
     rows.data = view.data<const char>();
-    rows.format = format;
-    view.strides(2, element_bytes(format), rows.strides);
+    rows.format = view.format();
+    view.strides(2, element_bytes(rows.format), rows.strides);
     return rows;
   };
   const auto page_table = [](py::handle tensor) {
@@ -360,99 +410,100 @@ CompressParams compress_params(py::handle call, py::handle latent, Format row_fo
     view.strides(1, 1, &table.stride);
     return table;
   };
-  const py::object rows = FIELD("rows"), plane = FIELD("plane"), format = FIELD("format");
+  const py::handle rows = FIELD("rows"), plane = FIELD("plane"), format = FIELD("format");
   TensorView(rows).sizes(3, sizes);
   p.tokens = sizes[0];
   p.heads = sizes[1];
   p.width = sizes[2];
-  p.rows = token_rows(rows, row_format);
-  p.gates = token_rows(FIELD("gates"), gate_format);
+  p.rows = token_rows(rows);
+  p.gates = token_rows(FIELD("gates"));
 
   read_lengths(call, &p);
 
   p.plane = entry_plane(plane, FIELD("scale"), format, FIELD("page_size"), row_dim(plane, format));
   p.page_table = page_table(FIELD("page_table"));
-  const py::object state = FIELD("state");
+  const py::handle state = FIELD("state");
   if (!state.is_none()) {
     const int64_t columns = p.gates.data ? 2 * p.width : p.width;
     p.state = entry_plane(state, py::none(), py::str("fp32"), py::int_(0), columns);
     p.state_page_table = page_table(FIELD("state_page_table"));
   }
   p.stride = integer(FIELD("stride"));
-  p.span = integer(FIELD("covered"));
-  p.kept = integer(FIELD("kept"));
+  p.span = integer(DERIVED("covered"));
+  p.kept = integer(DERIVED("kept"));
 
-  const py::object bias = FIELD("bias"), cos_sin = FIELD("cos_sin");
-  p.bias = TensorView(bias).data<const float>();
-  if (p.bias) TensorView(bias).strides(1, 1, &p.bias_stride);
+  const TensorView bias(FIELD("bias")), cos_sin(FIELD("cos_sin"));
+  p.bias = bias.data<const float>();
+  if (p.bias) bias.strides(1, 1, &p.bias_stride);
   p.norm = TensorView(FIELD("norm")).data<const float>();
   p.eps = static_cast<float>(PyFloat_AsDouble(FIELD("eps").ptr()));
-  p.cos_sin = TensorView(cos_sin).data<const float>();
-  if (TensorView(cos_sin).given()) {
-    TensorView(cos_sin).sizes(2, sizes);
+  p.cos_sin = cos_sin.data<const float>();
+  if (cos_sin.given()) {
+    cos_sin.sizes(2, sizes);
     p.positions = sizes[0];
     p.rotated = sizes[1];
-    TensorView(cos_sin).strides(1, 1, &p.cos_sin_stride);
+    cos_sin.strides(1, 1, &p.cos_sin_stride);
   }
-  p.rope_stride = integer(FIELD("rope_step"));
+  p.rope_stride = integer(DERIVED("rope_step"));
   p.dtype = format_named(FIELD("dtype"));
   p.latent = TensorView(latent).data<char>();
   p.latents = integer(FIELD("entries"));
   return p;
 }
 
-StoreParams store_params(py::handle call, Format row_format) {
+StoreParams store_params(py::handle call) {
   StoreParams p;
   int64_t sizes[3];
-  const py::object rows = FIELD("rows");
-  const TensorView row_view(rows);
+  const TensorView row_view(FIELD("rows"));
   row_view.sizes(3, sizes);
   p.tokens = sizes[0];
   p.rows = row_view.data<const char>();
-  p.row_format = row_format;
-  row_view.strides(2, element_bytes(row_format), p.row_strides);
+  p.row_format = row_view.format();
+  row_view.strides(2, element_bytes(p.row_format), p.row_strides);
   p.plane =
       entry_plane(FIELD("plane"), FIELD("scale"), FIELD("format"), FIELD("page_size"), sizes[2]);
   p.slots = TensorView(FIELD("slots")).data<const int64_t>();
   return p;
 }
 
-LoadParams load_params(py::handle call, py::handle out, Format out_format) {
+LoadParams load_params(py::handle call, py::handle out) {
   LoadParams p;
-  const py::object plane = FIELD("plane"), format = FIELD("format"), slots = FIELD("slots");
+  const py::handle plane = FIELD("plane"), format = FIELD("format");
+  const TensorView slots(FIELD("slots"));
   p.plane = entry_plane(plane, FIELD("scale"), format, FIELD("page_size"), row_dim(plane, format));
-  TensorView(slots).sizes(1, &p.tokens);
-  p.slots = TensorView(slots).data<const int64_t>();
-  p.out = TensorView(out).data<char>();
-  p.out_format = out_format;
+  slots.sizes(1, &p.tokens);
+  p.slots = slots.data<const int64_t>();
+  const TensorView out_view(out);
+  p.out = out_view.data<char>();
+  p.out_format = out_view.format();
   return p;
 }
 
 ConvertParams convert_params(py::handle call) {
   ConvertParams p;
-  const py::object src = FIELD("src"), src_format = FIELD("src_format");
+  const py::handle src = FIELD("src"), src_format = FIELD("src_format");
   const int64_t dim = row_dim(src, src_format);
   p.src = entry_plane(src, FIELD("src_scale"), src_format, FIELD("src_page_size"), dim);
   p.dst = entry_plane(FIELD("dst"), FIELD("dst_scale"), FIELD("dst_format"), FIELD("dst_page_size"),
                       dim);
-  const py::object slots = FIELD("src_slots");
+  const TensorView slots(FIELD("src_slots"));
   p.entries = p.src.slots();
-  if (TensorView(slots).given()) TensorView(slots).sizes(1, &p.entries);
-  p.src_slots = TensorView(slots).data<const int64_t>();
+  if (slots.given()) slots.sizes(1, &p.entries);
+  p.src_slots = slots.data<const int64_t>();
   p.dst_slots = TensorView(FIELD("dst_slots")).data<const int64_t>();
   return p;
 }
 
-MergeParams merge_params(py::handle call, py::handle out, py::handle lse, Format format) {
+MergeParams merge_params(py::handle call, py::handle out, py::handle lse) {
   MergeParams p;
   int64_t sizes[4];
-  const py::object outs = FIELD("outs"), lses = FIELD("lses");
-  TensorView(outs).sizes(4, sizes);
-  TensorView(outs).strides(3, element_bytes(format), p.out_strides);
-  TensorView(lses).strides(3, 1, p.lse_strides);
-  p.outs = TensorView(outs).data<const char>();
-  p.lses = TensorView(lses).data<const float>();
-  p.format = format;
+  const TensorView outs(FIELD("outs")), lses(FIELD("lses"));
+  p.format = outs.format();
+  outs.sizes(4, sizes);
+  outs.strides(3, element_bytes(p.format), p.out_strides);
+  lses.strides(3, 1, p.lse_strides);
+  p.outs = outs.data<const char>();
+  p.lses = lses.data<const float>();
   p.sinks = TensorView(FIELD("sinks")).data<const float>();
   p.base_2 = word<int>(FIELD("base"), kBaseNames) == 1;
   p.inf_is_empty = FIELD("inf_is_empty").ptr() == Py_True;
@@ -469,15 +520,15 @@ SelectMergeParams select_merge_params(py::handle call, py::handle indices, py::h
                                       py::handle values) {
   SelectMergeParams p;
   int64_t sizes[4];
-  const py::object shard_indices = FIELD("shard_indices"), shard_values = FIELD("shard_values");
-  const py::object shard_offsets = FIELD("shard_offsets");
-  TensorView(shard_indices).sizes(4, sizes);
-  TensorView(shard_indices).strides(4, 1, p.index_strides);
-  TensorView(shard_values).strides(4, 1, p.value_strides);
-  TensorView(shard_offsets).strides(2, 1, p.offset_strides);
-  p.shard_indices = TensorView(shard_indices).data<const int32_t>();
-  p.shard_values = TensorView(shard_values).data<const float>();
-  p.shard_offsets = TensorView(shard_offsets).data<const int32_t>();
+  const TensorView shard_indices(FIELD("shard_indices")), shard_values(FIELD("shard_values"));
+  const TensorView shard_offsets(FIELD("shard_offsets"));
+  shard_indices.sizes(4, sizes);
+  shard_indices.strides(4, 1, p.index_strides);
+  shard_values.strides(4, 1, p.value_strides);
+  shard_offsets.strides(2, 1, p.offset_strides);
+  p.shard_indices = shard_indices.data<const int32_t>();
+  p.shard_values = shard_values.data<const float>();
+  p.shard_offsets = shard_offsets.data<const int32_t>();
   p.shards = sizes[0];
   p.tokens = sizes[1];
   p.lists = sizes[2];
@@ -492,6 +543,7 @@ SelectMergeParams select_merge_params(py::handle call, py::handle indices, py::h
   p.values = TensorView(values).data<float>();
   return p;
 }
+#undef DERIVED
 #undef FIELD
 
 }  // namespace sparse_attn

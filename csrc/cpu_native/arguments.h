@@ -12,27 +12,20 @@
 
 namespace sparse_attn {
 
-// `formats` are those of q and, if it is given, of kv_rope.
-AttendParams attend_params(pybind11::handle call, pybind11::handle out, pybind11::handle lse,
-                           Format q_format, Format rope_format);
+AttendParams attend_params(pybind11::handle call, pybind11::handle out, pybind11::handle lse);
 
-// `formats` are those of q and, if they are given, of the weights.
 SelectParams select_params(pybind11::handle call, pybind11::handle indices, pybind11::handle counts,
-                           pybind11::handle values, pybind11::handle candidate_blocks,
-                           Format q_format, Format weight_format);
+                           pybind11::handle values, pybind11::handle candidate_blocks);
 
-// `gate_format` counts if gates are given.
-CompressParams compress_params(pybind11::handle call, pybind11::handle latent, Format row_format,
-                               Format gate_format);
+CompressParams compress_params(pybind11::handle call, pybind11::handle latent);
 
-StoreParams store_params(pybind11::handle call, Format row_format);
+StoreParams store_params(pybind11::handle call);
 
-LoadParams load_params(pybind11::handle call, pybind11::handle out, Format out_format);
+LoadParams load_params(pybind11::handle call, pybind11::handle out);
 
 ConvertParams convert_params(pybind11::handle call);
 
-MergeParams merge_params(pybind11::handle call, pybind11::handle out, pybind11::handle lse,
-                         Format format);
+MergeParams merge_params(pybind11::handle call, pybind11::handle out, pybind11::handle lse);
 
 SelectMergeParams select_merge_params(pybind11::handle call, pybind11::handle indices,
                                       pybind11::handle counts, pybind11::handle values);

@@ -38,10 +38,8 @@ PYBIND11_MODULE(_cpu_native, m) {
 
   m.def(
       "attend",
-      [](py::handle call, py::handle out, py::handle lse, int q_format, int rope_format,
-         int threads, int isa) -> py::object {
-        AttendParams p = attend_params(call, out, lse, static_cast<Format>(q_format),
-                                       static_cast<Format>(rope_format));
+      [](py::handle call, py::handle out, py::handle lse, int threads, int isa) -> py::object {
+        AttendParams p = attend_params(call, out, lse);
         return run(attend, p, threads, isa);
       },
       "Runs attend. Returns None, or (name of the error, in the window plane, first value, second "
@@ -50,29 +48,24 @@ PYBIND11_MODULE(_cpu_native, m) {
   m.def(
       "select",
       [](py::handle call, py::handle indices, py::handle counts, py::handle values,
-         py::handle candidate_blocks, int q_format, int weight_format, int threads,
-         int isa) -> py::object {
-        SelectParams p =
-            select_params(call, indices, counts, values, candidate_blocks,
-                          static_cast<Format>(q_format), static_cast<Format>(weight_format));
+         py::handle candidate_blocks, int threads, int isa) -> py::object {
+        SelectParams p = select_params(call, indices, counts, values, candidate_blocks);
         return run(select, p, threads, isa);
       },
       "Runs select. Returns as attend does.");
 
   m.def(
       "compress",
-      [](py::handle call, py::handle latent, int row_format, int gate_format, int threads,
-         int isa) -> py::object {
-        CompressParams p = compress_params(call, latent, static_cast<Format>(row_format),
-                                           static_cast<Format>(gate_format));
+      [](py::handle call, py::handle latent, int threads, int isa) -> py::object {
+        CompressParams p = compress_params(call, latent);
         return run(compress, p, threads, isa);
       },
       "Runs compress. Returns as attend does, with the state for the window plane.");
 
   m.def(
       "store",
-      [](py::handle call, int row_format, int threads, int isa) {
-        StoreParams p = store_params(call, static_cast<Format>(row_format));
+      [](py::handle call, int threads, int isa) {
+        StoreParams p = store_params(call);
         p.threads = threads;
         p.isa = static_cast<Isa>(isa);
         py::gil_scoped_release release;
@@ -82,8 +75,8 @@ PYBIND11_MODULE(_cpu_native, m) {
 
   m.def(
       "load",
-      [](py::handle call, py::handle out, int out_format, int threads, int isa) {
-        LoadParams p = load_params(call, out, static_cast<Format>(out_format));
+      [](py::handle call, py::handle out, int threads, int isa) {
+        LoadParams p = load_params(call, out);
         p.threads = threads;
         p.isa = static_cast<Isa>(isa);
         py::gil_scoped_release release;
@@ -109,8 +102,8 @@ PYBIND11_MODULE(_cpu_native, m) {
 
   m.def(
       "merge",
-      [](py::handle call, py::handle out, py::handle lse, int format, int threads) {
-        MergeParams p = merge_params(call, out, lse, static_cast<Format>(format));
+      [](py::handle call, py::handle out, py::handle lse, int threads) {
+        MergeParams p = merge_params(call, out, lse);
         p.threads = threads;
         py::gil_scoped_release release;
         merge(p);
