@@ -44,7 +44,7 @@ from serving_load import (
 from sparse_attn import doctor
 from sparse_attn.serving import calibration
 from sparse_attn.serving.admission import Admission, Limits
-from sparse_attn.serving.cost import Predictor, StepCost, Work
+from sparse_attn.serving.cost import Predictor, Profile, StepCost, Work
 from sparse_attn.serving.scheduler import Scheduler, Steps
 
 MIXES = {"short-heavy": 0.05, "long-heavy": 0.7, "mixed": 0.25}
@@ -154,24 +154,16 @@ class Experiment:
             for works in some:
                 # one row for each, as a step that something delayed would count like the others
                 seconds = self.bench.timed(works)
-                counts = [counts for counts in plan.counts(works).values() if counts.tokens]
-                scored = sum(each.pairs.get("scored", 0) for each in counts)
-                rows.append(
-                    calibration.Row(
-                        sum(each.tokens for each in counts),
-                        scored,
-                        sum(each.attended_pairs for each in counts),
-                        seconds,
-                    )
-                )
+                counts = plan.counts(works)
+                scored = counts.pairs.get("scored", 0)
+                rows.append(calibration.Row(counts.tokens, scored, counts.attended_pairs, seconds))
             fit = calibration.fit(rows, DEVICE)
             self.say(f"{name}: {fit.steps} steps, half within {fit.error:.1%}: {fit.cost}")
             found[name] = fit.cost
         return found
 
     def predictor(self) -> Predictor:
-        costs = self.costs
-        return Predictor(self.bench.runner.plan, costs["selecting"], costs["dense"], chunk_cost=costs["chunk"])
+        return Predictor(self.bench.runner.plan, Profile(**self.costs))
 
     def _error(self) -> float:
         """Of predictions at lengths and batches outside of the fit, and of steps of every kind together."""

@@ -23,6 +23,12 @@ SAID = {
     "attended": "of a pair attended",
 }
 
+WHOSE = {
+    "selecting": "sequences that select: ",
+    "dense": "sequences that decode densely: ",
+    "chunk": "chunks of prompts: ",
+}
+
 
 def main(argv: list[str]) -> int:
     """``calibrate``: coefficients of a step's time with intervals, and the knee of decode throughput."""
@@ -46,14 +52,13 @@ def main(argv: list[str]) -> int:
         if options.endpoint:
             _measure(options)
         rows = calibration.read(options.file)
-        fit = calibration.fit(rows, options.device)
+        fits, why = calibration.fits(rows, options.device)
         if options.save:
-            with open(options.save, "w") as file:
-                json.dump(fit.cost.to_dict(), file)
+            calibration.profile(fits).save(options.save)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    found: dict[str, Any] = asdict(fit)
+    found: dict[str, Any] = {"fits": {kind: asdict(fit) for kind, fit in fits.items()}, "not fitted": why}
     try:
         found["knee"] = asdict(knee(calibration.throughputs(rows)))
     except NoKnee as error:
@@ -61,11 +66,15 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
-    print(f"{fit.steps} steps; half of them are predicted within {fit.error:.1%}")
-    for term in TERMS:
-        low, high = fit.intervals[term]
-        value = getattr(fit.cost, term)
-        print(f"  {SAID[term]:<19} {1e6 * value:12.6g} us  95% {1e6 * low:.6g} to {1e6 * high:.6g}")
+    for kind, fit in fits.items():
+        whose = WHOSE[kind] if len(fits) + len(why) > 1 else ""
+        print(f"{whose}{fit.steps} steps; half of them are predicted within {fit.error:.1%}")
+        for term in TERMS:
+            low, high = fit.intervals[term]
+            value = getattr(fit.cost, term)
+            print(f"  {SAID[term]:<19} {1e6 * value:12.6g} us  95% {1e6 * low:.6g} to {1e6 * high:.6g}")
+    for kind, reason in why.items():
+        print(f"{WHOSE[kind]}{'from all steps' if kind == 'selecting' else 'as those that select'}: {reason}")
     if isinstance(found["knee"], str):
         print(found["knee"])
     else:

@@ -12,16 +12,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .models import METHODS, PRESETS, Model, shard, sparse
 from .plan import tokens
 from .serving import breakdown, calibration
-from .serving.cost import TERMS, StepCost
+from .serving.cost import TERMS, Profile
 
 if TYPE_CHECKING:
-    from .timings import Profile
+    from . import timings
 
 
 def layer_of(model: Model) -> int:
@@ -101,7 +100,7 @@ def _timed(options: argparse.Namespace) -> str:
     return json.dumps({"model": model.name, "layer": number, "calls": rows}, indent=2)
 
 
-def report(options: argparse.Namespace, number: int, found: Sequence[Profile]) -> str:
+def report(options: argparse.Namespace, number: int, found: Sequence[timings.Profile]) -> str:
     """As text with two tables in Markdown."""
     lines = [
         f"{options.model}, layer {number}, {options.batch} sequences, {options.device}",
@@ -130,17 +129,18 @@ def report(options: argparse.Namespace, number: int, found: Sequence[Profile]) -
 
 def _recorded(options: argparse.Namespace) -> str:
     requests, together = breakdown.read(options.records)
-    cost, said = None, ""
-    try:
-        cost = _cost(options.cost) if options.cost else calibration.fit(calibration.read(options.records)).cost
-    except ValueError as error:
-        if options.cost:
-            raise
-        said = f"times are unknown: {error}"
-    found = breakdown.buckets(requests, cost, together)
+    profile, said = None, ""
+    if options.cost:
+        profile = Profile.load(options.cost)
+    else:
+        try:
+            profile = calibration.profile(calibration.fits(calibration.read(options.records))[0])
+        except ValueError as error:
+            said = f"times are unknown: {error}"
+    found = breakdown.buckets(requests, profile, together)
     if options.json:
         rows = [{**asdict(bucket), "bottleneck": bucket.bottleneck} for bucket in found]
-        return json.dumps({"cost": cost.to_dict() if cost else None, "said": said, "buckets": rows}, indent=2)
+        return json.dumps({"profile": asdict(profile) if profile else None, "said": said, "buckets": rows}, indent=2)
     names = [breakdown.LIMITS[term] for term in TERMS]
     lines = ["| length | phase | requests | tokens | effective ratio | ms a token | " + " | ".join(names)]
     lines[0] += " | bottleneck |"
@@ -159,8 +159,3 @@ def _times(bucket: breakdown.Bucket) -> str:
     total = sum(bucket.seconds.values())
     shares = [f"{bucket.seconds[term] / total if total else 0:.0%}" for term in TERMS]
     return " | ".join([f"{1e3 * total / bucket.tokens:.3g}", *shares])
-
-
-def _cost(path: str) -> StepCost:
-    found: Any = json.loads(Path(path).read_text())
-    return StepCost.from_dict(found)

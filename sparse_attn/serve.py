@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -112,7 +111,7 @@ def application(options: argparse.Namespace) -> Any:
     from prometheus_client import CollectorRegistry
 
     from .serving.admission import Admission, Limits
-    from .serving.cost import Predictor, StepCost
+    from .serving.cost import Predictor, Profile
     from .serving.crossover import Switch, Switches
     from .serving.engine import Engine
     from .serving.http import Endpoint
@@ -133,7 +132,7 @@ def application(options: argparse.Namespace) -> Any:
         Counter(at_share(runner.plan, share))  # refuses one that cannot be counted, before a request names it
     predictor = None
     if options.profile:
-        predictor = Predictor(runner.plan, StepCost.from_dict(json.loads(options.profile.read_text())))
+        predictor = Predictor(runner.plan, Profile.load(options.profile))
     device = options.device or fingerprint(name, options.dtype)
     print(f"serve: on {device!r}", file=sys.stderr)
     limits = Limits(options.budget, hold=options.hold, overdue="refuse")

@@ -26,7 +26,7 @@ def waiting(name: str = "r", prompt: int = LONG, pages: int = 10, module: Module
 def admission(module: ModuleType = rule, mode: str = "enforce", compute: float = 0.5, **limits: object) -> Admission:
     """A rule under which the running request and a long one take ``compute`` of the budget."""
     limits = {"memory": 0.8, "compute": 0.9, "short": SHORT, **limits}
-    pairs = sum(found.attended_pairs for found in predictor().counts([*RUNNING, Work.decode(LONG + 1)]).values())
+    pairs = predictor().counts([*RUNNING, Work.decode(LONG + 1)]).attended_pairs
     return module.Admission(module.Limits(PAIR * pairs / compute, **limits), predictor(), DEVICE, mode)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from sparse_attn.__main__ import main as command
 from sparse_attn.serving import breakdown
-from sparse_attn.serving.cost import StepCost
+from sparse_attn.serving.cost import Profile, StepCost, Work
 from sparse_attn.serving.observer import Observer
 from sparse_attn.serving.records import Records
 from sparse_attn.serving.stats import Counter
@@ -51,7 +51,7 @@ LENGTHS = (300, 1024, 1025, 2048, 9000, 30_000, 16_000, 1500)
 def test_counts_are_exact_and_seconds_add_up_to_those_of_all_steps(tmp_path: Path) -> None:
     total = service(tmp_path / "records", LENGTHS)
     requests, together = breakdown.read(tmp_path / "records")
-    found = breakdown.buckets(requests, TRUE, together)
+    found = breakdown.buckets(requests, Profile(TRUE), together)
     assert [(b.above, b.upto, b.phase, b.requests) for b in found] == [
         (0, 1024, "prefill", 2),
         (0, 1024, "decode", 2),
@@ -74,13 +74,30 @@ def test_counts_are_exact_and_seconds_add_up_to_those_of_all_steps(tmp_path: Pat
     assert last.bottleneck == "step" and found[-2].bottleneck == "attention"
 
 
+def test_kinds_are_priced_apart(tmp_path: Path) -> None:
+    """Of an engine that says how each sequence attends."""
+    path, profile = tmp_path / "records", Profile(StepCost(scored=1.0), StepCost(attended=1.0), StepCost(token=1.0))
+    with Records(str(path)) as records:
+        observer = Observer(MODEL, records=records)
+        observer.works({"a": Work(0, 5000, True), "b": Work(0, 3000, True)}, {"prompt": 2}, 1.0)
+        observer.works({"a": Work.decode(5001), "b": Work.decode(3001, True)}, {"plan": 1, "request": 1}, 1.0)
+        observer.finish("a")
+        observer.finish("b")
+    found = {(b.upto, b.phase): b for b in breakdown.buckets(breakdown.read(path)[0], profile)}
+    assert [found[8192, "prefill"].bottleneck, found[8192, "decode"].bottleneck] == ["tokens", "selection"]
+    assert found[4096, "decode"].bottleneck == "attention" and found[4096, "decode"].effective_kv_ratio == 1
+    assert found[4096, "decode"].seconds == {"step": 0, "token": 0, "scored": 0, "attended": 61 * 3001}
+    assert found[8192, "decode"].seconds == {"step": 0, "token": 0, "scored": 61 * 5001, "attended": 0}
+    assert found[8192, "prefill"].seconds == {"step": 0, "token": 5000, "scored": 0, "attended": 0}
+
+
 @pytest.mark.parametrize(
     ("term", "bottleneck"), [("step", "step"), ("token", "tokens"), ("scored", "selection"), ("attended", "attention")]
 )
 def test_the_bottleneck_is_the_largest_term(tmp_path: Path, term: str, bottleneck: str) -> None:
     service(tmp_path / "records", (9000,))
     requests, together = breakdown.read(tmp_path / "records")
-    found = breakdown.buckets(requests, StepCost(**{term: 1.0}), together)
+    found = breakdown.buckets(requests, Profile(StepCost(**{term: 1.0})), together)
     assert {b.bottleneck for b in found} == {bottleneck}
     assert {b.bottleneck for b in breakdown.buckets(requests, None)} == {"unknown"}
 
@@ -94,7 +111,7 @@ def test_the_command_fits_the_coefficients_itself(tmp_path: Path, capsys: Any) -
     service(tmp_path / "records", LENGTHS)
     code, out, _ = run(capsys, str(tmp_path / "records"), "--json")
     found = json.loads(out)
-    assert code == 0 and found["cost"]["attended"] == pytest.approx(TRUE.attended, rel=1e-3)
+    assert code == 0 and found["profile"]["selecting"]["attended"] == pytest.approx(TRUE.attended, rel=1e-3)
     rows = {(row["upto"], row["phase"]): row for row in found["buckets"]}
     assert [rows[32768, phase]["bottleneck"] for phase in ("prefill", "decode")] == ["attention", "step"]
     code, out, _ = run(capsys, str(tmp_path / "records"))
@@ -109,7 +126,7 @@ def test_without_steps_that_can_be_fitted_ratios_are_told_alone(tmp_path: Path, 
     code, out, _ = run(capsys, str(path))
     assert code == 0 and "unknown" in out and "times are unknown: steps: expected at least 12, got 5" in out
     cost = tmp_path / "cost.json"
-    cost.write_text(json.dumps(TRUE.to_dict()))
+    Profile(TRUE).save(cost)
     code, out, _ = run(capsys, str(path), "--cost", str(cost))
     assert code == 0 and "unknown" not in out and "| attention |" in out
 

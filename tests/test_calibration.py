@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from faults import faulty
@@ -15,8 +16,9 @@ from test_cost import MODEL
 from sparse_attn.serving import calibration
 from sparse_attn.serving import knee as knees
 from sparse_attn.serving.calibration import Row, error, read, throughputs
-from sparse_attn.serving.cost import TERMS, Predictor, StepCost, Work
+from sparse_attn.serving.cost import KINDS, TERMS, Predictor, Profile, StepCost, Work
 from sparse_attn.serving.knee import NoKnee
+from sparse_attn.serving.observer import Observer
 from sparse_attn.serving.stats import Stats
 
 TRUE = StepCost(2e-3, 3e-5, 4e-8, 5e-7, "a device")
@@ -113,6 +115,56 @@ def what_cannot_be_told_apart_is_refused(module: ModuleType) -> None:
     assert found.cost.attended == pytest.approx(TRUE.attended)
 
 
+KIND_COSTS = Profile(TRUE, StepCost(1.5e-3, 2e-5, 0.0, 2e-7, "a device"), StepCost(3e-3, 1e-5, 0.0, 3e-8, "a device"))
+
+
+@cache
+def steps_of_an_engine(count: int = 200, noise: float = 0.0, dense: bool = True) -> list[Row]:
+    """Rows of steps that tell kinds apart: a third of them with chunks of prompts beside what decodes."""
+    chosen = random.Random(0)
+    predictor, observer = Predictor(MODEL, KIND_COSTS), Observer(MODEL)
+    lines: list[dict[str, object]] = []
+    observer._records = SimpleNamespace(write=lambda _, counts, **facts: lines.append({**facts, **counts.to_dict()}))  # type: ignore[assignment]
+    for n in range(count):
+        paths = {0: (False,), 1: (True,), 2: (False, True)}[n % 3] if dense else (False,)
+        works = [Work.decode(chosen.randint(1, 4000), chosen.choice(paths)) for _ in range(chosen.choice((1, 4, 16)))]
+        if n % 3 == 2:
+            before = chosen.randint(0, 3000)
+            works.append(Work(before, before + chosen.randint(2, 300), True))
+        seconds = predictor.seconds(works) * (1 + chosen.gauss(0, noise))
+        observer.works(dict(enumerate(works)), {"plan": len(works)}, seconds)
+    return list(map(calibration.row, lines))
+
+
+def kinds_are_fitted_apart(module: ModuleType) -> None:
+    found, why = module.fits(steps_of_an_engine(), "a device")
+    assert not why and set(found) == set(KINDS)
+    for kind in ("selecting", "dense"):
+        for term in TERMS:
+            assert getattr(found[kind].cost, term) == pytest.approx(getattr(KIND_COSTS.of(kind), term), rel=1e-6)
+    # a step with a chunk takes the longest of the times of a step itself: the chunk's
+    for term in TERMS:
+        assert getattr(found["chunk"].cost, term) == pytest.approx(getattr(KIND_COSTS.of("chunk"), term), rel=1e-6)
+    profile = module.profile(found)
+    assert profile.device == "a device" and profile.chunk == found["chunk"].cost
+    whole = Predictor(MODEL, module.profile(module.fits(steps_of_an_engine(noise=0.03))[0]))
+    for works in ([Work.decode(9000)] * 8, [Work.decode(6000, True)] * 8, [Work(5000, 5512, True), Work.decode(3000)]):
+        assert whole.seconds(works) == pytest.approx(Predictor(MODEL, KIND_COSTS).seconds(works), rel=0.1)
+
+
+def a_kind_that_cannot_be_fitted_is_told(module: ModuleType) -> None:
+    few = steps_of_an_engine()[:30]
+    found, why = module.fits(few)
+    assert set(found) == {"selecting"} and set(why) == {"selecting", "dense", "chunk"}
+    assert why["dense"] == "steps: expected at least 12, got 10; measure more"
+    assert found["selecting"].steps == 30, "all steps stand for those that select alone"
+    found, why = module.fits(steps_of_an_engine(dense=False))
+    assert set(found) == {"selecting", "chunk"} and not why
+    without = [replace(row, kinds={}) for row in steps_of_an_engine()]
+    found, why = module.fits(without)
+    assert set(found) == {"selecting"} and not why and found["selecting"] == module.fit(without)
+
+
 def curve(levels, height, noise=0.0, seed=0):  # type: ignore[no-untyped-def]
     chosen = random.Random(seed)
     return [(float(x), height(x) * (1 + chosen.gauss(0, noise))) for x in levels]
@@ -162,6 +214,8 @@ CHECKS = {
         other_lengths_are_predicted,
         a_pause_spoils_little,
         what_cannot_be_told_apart_is_refused,
+        kinds_are_fitted_apart,
+        a_kind_that_cannot_be_fitted_is_told,
     ],
     "knee": [the_knee_is_found, no_knee_is_said],
 }
@@ -194,6 +248,15 @@ FAULTS = {
         (a_pause_spoils_little, "max(p, row.seconds / 2)", "p"),
         (what_cannot_be_told_apart_is_refused, "    _refuse_alike(whole, used)\n", ""),
         (what_cannot_be_told_apart_is_refused, "if any(row.columns[n] for row in rows)]", "]"),
+        (kinds_are_fitted_apart, "if [*row.kinds] == [kind]]", "if kind in row.kinds]"),
+        (
+            kinds_are_fitted_apart,
+            "zip(TERMS[1:], row.kinds[kind].columns[1:], strict=True)",
+            "zip((), (), strict=True)",
+        ),
+        (kinds_are_fitted_apart, "zip(TERMS[1:], row.kinds[kind].columns[1:],", "zip(TERMS, row.kinds[kind].columns,"),
+        (a_kind_that_cannot_be_fitted_is_told, 'found["selecting"] = fit(rows, device)', "pass"),
+        (a_kind_that_cannot_be_fitted_is_told, "others <= costs.keys()", "True"),
     ],
     "knee": [
         (the_knee_is_found, "max(x - at, 0.0)", "max(x - at - 3, 0.0)"),
@@ -209,7 +272,7 @@ FAULTS = {
 @pytest.mark.parametrize(("module", "check", "old", "new"), [(m, *f) for m, fs in FAULTS.items() for f in fs])
 def test_the_checks_notice(module: str, check, old: str, new: str) -> None:  # type: ignore[no-untyped-def]
     broken = faulty(module, old, new)
-    with pytest.raises((AssertionError, ValueError, ZeroDivisionError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, KeyError, ValueError, ZeroDivisionError, pytest.fail.Exception)):
         check(broken)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from sparse_attn.models import METHODS, dense, gqa, sparse
 from sparse_attn.serving import batching, cost
 from sparse_attn.serving.batching import BatchLimit, batch_target, groups
-from sparse_attn.serving.cost import Correction, Parts, Predictor, StepCost, Work
+from sparse_attn.serving.cost import KINDS, Correction, Parts, Predictor, Profile, StepCost, Work
 from sparse_attn.serving.stats import Counter
 
 MODEL = sparse(gqa("small", 3, 8, 2, 16), METHODS["tokens"], 64, share=Fraction(1, 4))
@@ -38,12 +39,11 @@ def four_terms(module: ModuleType) -> None:
     everything = sum(value * values[term] for term, value in terms.items())
     assert predictor(module, **terms).seconds(works) == pytest.approx(everything)
     assert predictor(module, **terms).seconds([]) == 0
-    apart = module.Predictor(MODEL, module.StepCost(2.0, attended=1e-6), module.StepCost(3.0, attended=1e-3))
+    selecting = module.StepCost(2.0, attended=1e-6)
+    apart = module.Predictor(MODEL, module.Profile(selecting, module.StepCost(3.0, attended=1e-3)))
     expected = 3 + 1e-6 * found.attended_pairs + 1e-3 * whole.attended_pairs
     assert apart.seconds(works) == pytest.approx(expected)
-    chunks = module.Predictor(
-        MODEL, module.StepCost(2.0, attended=1e-6), chunk_cost=module.StepCost(4.0, attended=1e-9)
-    )
+    chunks = module.Predictor(MODEL, module.Profile(selecting, chunk=module.StepCost(4.0, attended=1e-9)))
     several = Counter(MODEL)([(0, 100)]).attended_pairs + whole.attended_pairs
     assert chunks.seconds(works) == pytest.approx(
         4 + 1e-6 * (found.attended_pairs - several + whole.attended_pairs) + 1e-9 * several
@@ -59,7 +59,7 @@ def each_share_has_its_pairs(module: ModuleType) -> None:
         assert it.seconds([module.Work.decode(4000, share=share)]) == pytest.approx(PAIR * attended)
     works = [module.Work.decode(4000), module.Work.decode(4000, share=eighth), module.Work.decode(4000, True, eighth)]
     assert it.seconds(works) == pytest.approx(PAIR * (pairs[Fraction(1, 4)] + pairs[eighth] + 3 * 4000))
-    assert it.counts(works)[False].tokens == 2
+    assert it.counts(works).tokens == 3
     with pytest.raises(ValueError, match="share: expected above 0 and at most 1, got 2"):
         it.seconds([module.Work.decode(4000, share=Fraction(2))])
 
@@ -135,16 +135,16 @@ FAULTS = {
         (four_terms, "+ scored + self.attended", "+ self.attended"),
         (four_terms, "self.token * counts.tokens", "self.token"),
         (four_terms, "max(self.step, other.step)", "self.step + other.step"),
-        (four_terms, "True: dense_cost or cost", "True: cost"),
+        (four_terms, "getattr(self, kind) or self.selecting", "self.selecting"),
         (four_terms, "dense(model) if path == DENSE", "model if path"),
-        (four_terms, "if counts.tokens:", "if True:"),
         (
             each_share_has_its_pairs,
             "return DENSE if work.dense else work.share",
             "return DENSE if work.dense else None",
         ),
-        (each_share_has_its_pairs, "found[path == DENSE] +=", "found[path == DENSE] ="),
-        (four_terms, "(chunks, self.chunk_costs)", "(chunks, self.costs)"),
+        (each_share_has_its_pairs, "isinstance(path, Fraction)", "False"),
+        (four_terms, "work.after - work.before > 1 and", "False and"),
+        (four_terms, '"dense" if work.dense else "selecting"', '"selecting"'),
         (a_slower_device_is_noticed, "self.weight * (log(measured / predicted) - self._log)", "0"),
         (a_slower_device_is_noticed, "(log(measured / predicted) - self._log)", "log(measured / predicted)"),
         (a_slower_device_is_noticed, "self.correction.factor * parts.seconds", "parts.seconds"),
@@ -192,10 +192,9 @@ def test_refusals() -> None:
     assert StepCost.from_dict(found.to_dict()) == found
     with pytest.raises(ValueError, match="cost of a step: expected attended, device"):
         StepCost.from_dict({"step": 1.0})
-    with pytest.raises(ValueError, match="dense_cost: expected one of 'a', got one of 'b'"):
-        Predictor(MODEL, StepCost(device="a"), StepCost(device="b"))
-    with pytest.raises(ValueError, match="chunk_cost: expected one of 'a', got one of 'b'"):
-        Predictor(MODEL, StepCost(device="a"), chunk_cost=StepCost(device="b"))
+    for kind in ("dense", "chunk"):
+        with pytest.raises(ValueError, match=f"{kind}: expected one of 'a', got one of 'b'"):
+            Profile(StepCost(device="a"), **{kind: StepCost(device="b")})
     with pytest.raises(ValueError, match="weight: expected more than 0"):
         Correction(0)
     with pytest.raises(ValueError, match="expected times above 0"):
@@ -207,3 +206,22 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="groups of at least 1 request"):
         groups({}, 0)
     assert BatchLimit(1.0, predictor()).value is None
+
+
+@pytest.mark.parametrize("others", [{}, {"dense": StepCost(2.0, device="d")}, {"chunk": StepCost(3.0, device="d")}])
+def test_a_profile_comes_back(tmp_path: Path, others: dict[str, StepCost]) -> None:
+    path = tmp_path / "profile.json"
+    it = Profile(StepCost(1.0, 2.0, 3.0, 4.0, "d"), **others)
+    it.save(path)
+    assert Profile.load(path) == it and it.device == "d"
+    assert {kind: it.of(kind) for kind in KINDS} == {"selecting": it.selecting, "dense": it.selecting} | {
+        "chunk": it.selecting
+    } | others
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": "x"}', '{"dense": 3}', '{"step": 1, "other": 2}'])
+def test_what_is_no_profile_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"{path}: expected a profile that calibrate --save wrote"):
+        Profile.load(path)

@@ -10,7 +10,7 @@ from faults import faulty
 from test_calibration import TRUE, rows
 
 from sparse_attn.__main__ import main
-from sparse_attn.serving.cost import StepCost
+from sparse_attn.serving.cost import Profile
 from sparse_attn.serving.crossover import Switch, Switches, Timing, crossovers, read, switches
 
 K = 1024
@@ -217,10 +217,11 @@ def test_the_calibrate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["calibrate", path, "--device", "here", "--save", str(profile)]) == 0
     said = capsys.readouterr().out
     assert "120 steps; half of them are predicted within 0." in said and "of a pair attended" in said and "knee" in said
-    saved = StepCost.from_dict(json.loads(profile.read_text()))
+    saved = Profile.load(profile).selecting
     assert saved.device == "here" and saved.step == pytest.approx(TRUE.step, rel=0.05)
     assert main(["calibrate", path, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cost"] == {**saved.to_dict(), "device": ""}
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]["selecting"]["cost"] == {**saved.to_dict(), "device": ""} and not found["not fitted"]
     assert main(["calibrate", lines(tmp_path / "few.jsonl", steps[:3])]) == 2
     assert "expected at least 12, got 3" in capsys.readouterr().err
     assert main(["calibrate", str(tmp_path / "missing.jsonl")]) == 2

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from ..models import Model
 from ..serving.admission import Admission, Decision, Limits, Load, Waiting
-from ..serving.cost import Predictor, StepCost, Work
+from ..serving.cost import Predictor, Profile, Work
 from ..serving.metrics import Exporter
 from .observing import log
 
@@ -37,8 +36,7 @@ def admission(asked: Mapping[str, Any], model: Model, device: str) -> Admission:
     limits = Limits(**{"budget": float("inf")} | {name: asked[name] for name in LIMITS if name in asked})
     predictor = None
     if "profile" in asked:
-        with open(asked["profile"]) as file:
-            predictor = Predictor(model, StepCost.from_dict(json.load(file)))
+        predictor = Predictor(model, Profile.load(asked["profile"]))
     rule = Admission(limits, predictor, device, asked.get("mode", "observe"))
     log.info("sparse_attn admits in mode %s on %r", rule.mode, device)
     if rule.alarm and rule.mode != "off":

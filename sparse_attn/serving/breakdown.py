@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cost import TERMS, StepCost
+from .cost import TERMS, Profile
 
 SHORTEST = 1024
 """Tokens of the first bucket at most; each other ends at twice as many as the one before."""
@@ -60,6 +60,8 @@ def read(path: str | Path) -> tuple[list[dict[str, Any]], float]:
                 assert all(phase[name] >= 0 for name in COUNTS) and phase["pairs"].get("dense", 0) >= 0
             if found["record"] == "request":
                 assert found["tokens"] > 0
+                for work in found.get("works", {}).values():
+                    assert all(work[name] >= 0 for name in ("sequences", "tokens", "scored", "attended"))
                 requests.append(found)
             else:
                 steps, sequences = steps + 1, sequences + sum(phase["sequences"] for phase in phases)
@@ -73,28 +75,42 @@ def read(path: str | Path) -> tuple[list[dict[str, Any]], float]:
     return requests, sequences / steps if steps else 0.0
 
 
-def buckets(requests: Iterable[Mapping[str, Any]], cost: StepCost | None, together: float = 1.0) -> list[Bucket]:
-    """By length and phase. ``cost``: coefficients of a step's time. ``together``: sequences of a step, on average."""
+def buckets(requests: Iterable[Mapping[str, Any]], profile: Profile | None, together: float = 1.0) -> list[Bucket]:
+    """By length and phase. ``profile``: coefficients of steps. ``together``: sequences of a step, on average."""
     found: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for request in requests:
         upto = max(SHORTEST, 1 << (request["tokens"] - 1).bit_length())
         for phase in ("prefill", "decode"):
             if request[phase]["tokens"]:
-                found.setdefault((upto, phase), []).append(request[phase])
+                found.setdefault((upto, phase), []).append(request)
     order = sorted(found, key=lambda key: (key[0], key[1] != "prefill"))
-    return [_bucket(upto, phase, found[upto, phase], cost, together) for upto, phase in order]
+    return [_bucket(upto, phase, found[upto, phase], profile, together) for upto, phase in order]
 
 
-def _bucket(upto: int, phase: str, counts: list[Mapping[str, Any]], cost: StepCost | None, together: float) -> Bucket:
-    sequences, tokens, attended = (sum(each[name] for each in counts) for name in COUNTS)
-    dense, scored = (sum(each["pairs"].get(kind, 0) for each in counts) for kind in ("dense", "scored"))
+def _bucket(
+    upto: int, phase: str, requests: list[Mapping[str, Any]], profile: Profile | None, together: float
+) -> Bucket:
+    counts = [request[phase] for request in requests]
+    tokens, attended = (sum(each[name] for each in counts) for name in ("tokens", "attended_pairs"))
+    dense = sum(each["pairs"].get("dense", 0) for each in counts)
     seconds = None
-    if cost and together:
-        seconds = {
-            "step": cost.step * sequences / together,
-            "token": cost.token * tokens,
-            "scored": cost.scored * scored,
-            "attended": cost.attended * attended,
-        }
+    if profile and together:
+        seconds = dict.fromkeys(TERMS, 0.0)
+        for request in requests:
+            for kind, work in _works(request, phase).items():
+                cost = profile.of(kind)
+                seconds["step"] += cost.step * work["sequences"] / together
+                for term, number in (("token", "tokens"), ("scored", "scored"), ("attended", "attended")):
+                    seconds[term] += getattr(cost, term) * work[number]
     above = upto // 2 if upto > SHORTEST else 0
     return Bucket(above, upto, phase, len(counts), tokens, attended / dense if dense else 0.0, seconds)
+
+
+def _works(request: Mapping[str, Any], phase: str) -> Mapping[str, Mapping[str, int]]:
+    """What a phase of a request computed, by kind; of an engine that tells no kinds, all of its plan's."""
+    kinds = ("chunk",) if phase == "prefill" else ("selecting", "dense")
+    if "works" in request:
+        return {kind: request["works"][kind] for kind in kinds if kind in request["works"]}
+    counts = request[phase]
+    work = {"sequences": counts["sequences"], "tokens": counts["tokens"], "attended": counts["attended_pairs"]}
+    return {kinds[0]: work | {"scored": counts["pairs"].get("scored", 0)}}

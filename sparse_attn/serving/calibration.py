@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .cost import TERMS, StepCost
+from .cost import KINDS, TERMS, Profile, StepCost
 
 FEWEST = 12
 """Steps that a fit needs: three for each coefficient."""
@@ -29,13 +29,17 @@ APART = 1e-6
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step: query tokens, pairs scored and attended, seconds, and sequences if all of them decode."""
+    """A measured step: query tokens, pairs scored and attended, seconds, and sequences if all of them decode.
+
+    ``kinds``: the same of the sequences of each kind (``cost.KINDS``), if the step tells them apart.
+    """
 
     tokens: int
     scored: int
     attended: int
     seconds: float
     decoding: int | None = None
+    kinds: Mapping[str, Row] = field(default_factory=dict)
 
     @property
     def columns(self) -> tuple[float, float, float, float]:
@@ -53,7 +57,8 @@ class Fit:
 
 
 def read(path: str | Path) -> list[Row]:
-    """Rows of JSON lines: ``seconds`` of the step, with ``prefill`` and ``decode`` as ``StepStats.to_dict`` has them.
+    """Rows of JSON lines: ``seconds`` of the step, ``prefill`` and ``decode`` as ``StepStats.to_dict`` has them, and
+    ``works`` by kind of sequence if it is told.
 
     Lines whose ``record`` is not ``"step"`` are left out. Raises ValueError, naming the line.
     """
@@ -82,7 +87,11 @@ def row(step: Mapping[str, Any]) -> Row:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"seconds: expected a number above 0, got {step['seconds']}")
     decoding = None if step["prefill"]["tokens"] else step["decode"]["sequences"]
-    return Row(tokens, scored, attended, seconds, decoding)
+    works = step.get("works", {})
+    if not works.keys() <= set(KINDS):
+        raise ValueError(f"works: expected kinds among {', '.join(KINDS)}, got {', '.join(works)}")
+    kinds = {kind: Row(work["tokens"], work["scored"], work["attended"], seconds) for kind, work in works.items()}
+    return Row(tokens, scored, attended, seconds, decoding, kinds)
 
 
 def fit(rows: Sequence[Row], device: str = "") -> Fit:
@@ -119,6 +128,50 @@ def fit(rows: Sequence[Row], device: str = "") -> Fit:
         out = int(DRAWS * (1 - LEVEL) / 2)
         intervals[term] = (values[out], values[-1 - out])
     return Fit(cost, intervals, error(cost, rows), len(rows))
+
+
+def fits(rows: Sequence[Row], device: str = "") -> tuple[dict[str, Fit], dict[str, str]]:
+    """Coefficients by kind of sequence, and why a kind that steps tell of has none.
+
+    Sequences that decode in one way are fitted to the steps of that kind alone. Chunks of prompts are fitted to what is
+    left of their steps without the time of those that decode beside them. Where no steps are of sequences that select
+    alone, those are fitted to all steps. Raises ValueError if these cannot be fitted.
+    """
+    found: dict[str, Fit] = {}
+    why: dict[str, str] = {}
+
+    def add(kind: str, some: Sequence[Row]) -> None:
+        if any(kind in row.kinds for row in rows):
+            try:
+                found[kind] = fit(some, device)
+            except ValueError as error:
+                why[kind] = str(error)
+
+    for kind in ("selecting", "dense"):
+        add(kind, [row.kinds[kind] for row in rows if [*row.kinds] == [kind]])
+    left = (_without_decode(row, {kind: each.cost for kind, each in found.items()}) for row in rows)
+    add("chunk", [row for row in left if row])
+    if "selecting" not in found:
+        found["selecting"] = fit(rows, device)
+    return found, why
+
+
+def _without_decode(row: Row, costs: Mapping[str, StepCost]) -> Row | None:
+    """The chunks of a step; None if there are none, or if the time of the others is not known."""
+    others = row.kinds.keys() - {"chunk"}
+    if "chunk" not in row.kinds or not others <= costs.keys():
+        return None
+    chunk = row.kinds["chunk"]
+    seconds = row.seconds - sum(
+        sum(getattr(costs[kind], term) * x for term, x in zip(TERMS[1:], row.kinds[kind].columns[1:], strict=True))
+        for kind in others
+    )
+    return replace(chunk, seconds=seconds) if seconds > 0 else None
+
+
+def profile(found: Mapping[str, Fit]) -> Profile:
+    """Of what ``fits`` found."""
+    return Profile(**{kind: each.cost for kind, each in found.items()})
 
 
 def error(cost: StepCost, rows: Iterable[Row]) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from math import exp, log
+from pathlib import PurePath
 from typing import Any, Final, Literal, NamedTuple
 
 from ..models import Model, at_share, dense
@@ -48,6 +50,53 @@ class StepCost:
         if set(found) != names:
             raise ValueError(f"cost of a step: expected {', '.join(sorted(names))}, got {', '.join(sorted(found))}")
         return cls(**found)
+
+
+KINDS = ("selecting", "dense", "chunk")
+"""Sequences whose time is priced apart: those that decode by a selection, or densely, and chunks of prompts."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Coefficients of a device, by kind of sequence, where other kernels serve them: a chunk's pairs cost less where a
+    key is read once for all of its tokens. None: priced as those that select, and a dense chunk as what decodes
+    densely."""
+
+    selecting: StepCost
+    dense: StepCost | None = None
+    chunk: StepCost | None = None
+
+    def __post_init__(self) -> None:
+        for kind in KINDS[1:]:
+            other = getattr(self, kind)
+            if other and other.device != self.device:
+                raise ValueError(f"{kind}: expected one of {self.device!r}, got one of {other.device!r}")
+
+    @property
+    def device(self) -> str:
+        return self.selecting.device
+
+    def of(self, kind: str) -> StepCost:
+        return getattr(self, kind) or self.selecting
+
+    def save(self, path: str | PurePath) -> None:
+        """As JSON: the coefficients of those that select, and under their names those of the other kinds."""
+        others = {kind: getattr(self, kind) for kind in KINDS[1:]}
+        found = self.selecting.to_dict() | {kind: cost.to_dict() for kind, cost in others.items() if cost}
+        with open(path, "w") as file:
+            json.dump(found, file)
+
+    @classmethod
+    def load(cls, path: str | PurePath) -> Profile:
+        """What ``save`` wrote. Raises ValueError for anything else."""
+        with open(path) as file:
+            content = file.read()
+        try:
+            found = json.loads(content)
+            others = {kind: StepCost.from_dict(found.pop(kind)) for kind in KINDS[1:] if kind in found}
+            return cls(StepCost.from_dict(found), **others)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: expected a profile that calibrate --save wrote: {error}") from None
 
 
 class Work(NamedTuple):
@@ -125,42 +174,25 @@ class Predictor:
 
     Args:
         model: the plan, or the name of a preset.
-        cost: coefficients.
-        dense_cost: of sequences that attend to everything, if another kernel serves them; default: ``cost``.
+        profile: coefficients, by kind of sequence or of all alike.
         correction: takes in measured times.
-        chunk_cost: of sequences that compute several tokens, whose pairs cost less where kernels read a key once for
-            all of them; default: as those that decode.
     """
 
-    def __init__(
-        self,
-        model: Model | str,
-        cost: StepCost,
-        dense_cost: StepCost | None = None,
-        correction: Correction | None = None,
-        chunk_cost: StepCost | None = None,
-    ) -> None:
+    def __init__(self, model: Model | str, profile: Profile | StepCost, correction: Correction | None = None) -> None:
         self._counters: dict[Path, Counter] = {None: Counter(model)}
-        self.costs = {False: cost, True: dense_cost or cost}
-        self.chunk_costs = {False: chunk_cost, True: chunk_cost} if chunk_cost else self.costs
+        self.profile = profile if isinstance(profile, Profile) else Profile(profile)
         self.correction = correction or Correction()
-        for name, other in (("dense_cost", dense_cost), ("chunk_cost", chunk_cost)):
-            if other and other.device != cost.device:
-                raise ValueError(f"{name}: expected one of {cost.device!r}, got one of {other.device!r}")
 
     @property
     def device(self) -> str:
-        return self.costs[False].device
+        return self.profile.device
 
-    def counts(self, works: Iterable[Work]) -> dict[bool, Counts]:
-        """Counts of a step, of sequences that select (False) and that attend to everything (True)."""
+    def counts(self, works: Iterable[Work]) -> Counts:
+        """Counts of a step, each sequence in its own way."""
         spans: dict[Path, list[Span]] = {}
         for work in works:
             spans.setdefault(path_of(work), []).append((work.before, work.after))
-        found = {False: Counts(), True: Counts()}
-        for path, some in spans.items():
-            found[path == DENSE] += self._counter(path)(some)
-        return found
+        return sum((self._counter(path)(some) for path, some in spans.items()), Counts())
 
     def _counter(self, path: Path) -> Counter:
         if path not in self._counters:
@@ -169,14 +201,19 @@ class Predictor:
 
     def parts(self, works: Iterable[Work]) -> Parts:
         """Uncorrected time of a step; 0 of none."""
-        found, works = Parts(), list(works)
-        chunks = [work for work in works if work.after - work.before > 1]
-        decoding = [work for work in works if work.after - work.before <= 1]
-        for some, costs in ((decoding, self.costs), (chunks, self.chunk_costs)):
-            for path, counts in self.counts(some).items():
-                if counts.tokens:
-                    found += Parts(costs[path].step, costs[path].variable(counts))
+        kinds: dict[str, list[Work]] = {}
+        for work in works:
+            kinds.setdefault(self._kind(work), []).append(work)
+        found = Parts()
+        for kind, some in kinds.items():
+            cost = self.profile.of(kind)
+            found += Parts(cost.step, cost.variable(self.counts(some)))
         return found
+
+    def _kind(self, work: Work) -> str:
+        if work.after - work.before > 1 and self.profile.chunk:
+            return "chunk"
+        return "dense" if work.dense else "selecting"
 
     def seconds(self, works: Iterable[Work]) -> float:
         """Time of a step, corrected."""

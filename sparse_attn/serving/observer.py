@@ -46,6 +46,7 @@ class Observer:
         self.crossover = crossover(self.model)
         self.stats = Stats(dense(self.model), drafts=drafts, formats=formats) if runs_dense else plan
         self._stats: dict[Path, Stats] = {None: self.stats}
+        self._chooses = False
         self._formats = formats
         self._plan = plan if runs_dense else None
         self.exporter, self._records, self.runs_dense = exporter, records, runs_dense
@@ -78,14 +79,9 @@ class Observer:
             batches.setdefault(path_of(work), {})[request] = (work.before, work.after)
         found = {path: self._stats_of(path).step(batch) for path, batch in batches.items()}
         total = sum(found.values(), StepStats())
-        kinds = {
-            "selecting": sum((stats.decode for path, stats in found.items() if path != DENSE), Counts()),
-            "dense": found.get(DENSE, StepStats()).decode,
-            "chunk": total.prefill,
-        }
+        self._chooses = True
         facts: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
-        facts["reasons"] = dict(reasons)
-        facts["works"] = {kind: _priced(counts) for kind, counts in kinds.items() if counts.tokens}
+        facts |= {"reasons": dict(reasons), "works": _kinds(found)}
         self._tell(total, {request: (work.before, work.after) for request, work in works.items()}, reasons, facts)
         return total
 
@@ -111,10 +107,8 @@ class Observer:
         """The counts of a request, which is forgotten. Raises ``KeyError`` for one that was in no step."""
         if request not in self:
             raise KeyError(f"request {request!r}: expected one that was in a step, and has not finished")
-        found = StepStats()
-        for stats in self._stats.values():
-            if request in stats:
-                found += stats.finish(request)
+        paths = {path: stats.finish(request) for path, stats in self._stats.items() if request in stats}
+        found = sum(paths.values(), StepStats())
         # what an engine chooses for a sequence is as it was configured
         plan = self._plan.finish(request) if self._plan else found
         tokens = self._lengths.pop(request)
@@ -122,13 +116,27 @@ class Observer:
         if self.exporter:
             self.exporter.request(found.effective_kv_ratio, plan.effective_kv_ratio, past)
         if self._records:
-            facts = dict(tokens=tokens, configured_kv_ratio=plan.effective_kv_ratio, past_crossover=past)
+            facts: dict[str, Any] = dict(
+                tokens=tokens, configured_kv_ratio=plan.effective_kv_ratio, past_crossover=past
+            )
+            if self._chooses:
+                facts["works"] = _kinds(paths)
             self._records.write("request", found, request=str(request), **facts)
         return found
 
     def __contains__(self, request: Hashable) -> bool:
         """Whether the request was in a step and has not finished."""
         return request in self._lengths
+
+
+def _kinds(found: Mapping[Path, StepStats]) -> dict[str, dict[str, int]]:
+    """Counts by kind of sequence, of what was counted by path."""
+    kinds = {
+        "selecting": sum((stats.decode for path, stats in found.items() if path != DENSE), Counts()),
+        "dense": found.get(DENSE, StepStats()).decode,
+        "chunk": sum((stats.prefill for stats in found.values()), Counts()),
+    }
+    return {kind: _priced(counts) for kind, counts in kinds.items() if counts.tokens}
 
 
 def _priced(counts: Counts) -> dict[str, int]:
