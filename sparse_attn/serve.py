@@ -110,6 +110,7 @@ def application(options: argparse.Namespace) -> Any:
     import torch
     from prometheus_client import CollectorRegistry
 
+    from .doctor import package
     from .serving.admission import Admission, Limits
     from .serving.cost import Predictor, Profile
     from .serving.crossover import Switch, Switches
@@ -150,7 +151,8 @@ def application(options: argparse.Namespace) -> Any:
     steps = Steps(options.tokens, options.running, options.queue)
     registry = CollectorRegistry()
     records = Records(str(options.records)) if options.records else None
-    observer = Observer(runner.plan, Exporter(name, registry=registry), records, formats=runner.formats)
+    exporter = Exporter(name, plan=runner.plan.name, version=package()["version"], registry=registry)
+    observer = Observer(runner.plan, exporter, records, formats=runner.formats)
     scheduler = Scheduler(manager, admission, steps, salt=name.encode(), switches=switches)
     engine = Engine(runner, scheduler, observer=observer, watcher=ServiceMetrics(registry))
 

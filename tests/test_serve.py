@@ -114,6 +114,12 @@ def test_answers() -> None:
         messages = [{"role": "user", "content": "why?"}]
         status, chat = client.ask({"messages": messages, "max_tokens": 4}, "/v1/chat/completions")
         assert chat["choices"][0]["message"] == {"role": "assistant", "content": text(alone(SERVED.encode("why?"), 4))}
+        body = {"messages": messages, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+        found = parts(client.ask(body, "/v1/chat/completions")[1])
+        assert len({(part["id"], part["created"]) for part in found}) == 1 and found[0]["id"].startswith("chatcmpl-")
+        deltas = [part["choices"][0]["delta"] for part in found[:-1]]
+        assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
+        assert "".join(delta["content"] for delta in deltas) == chat["choices"][0]["message"]["content"]
         assert client.ask(path="/v1/models")[1]["data"][0]["id"] == "tiny"
         assert client.ask(path="/health") == (200, {"status": "ok"})
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 from uuid import uuid4
@@ -258,7 +258,7 @@ class Endpoint:
         try:
             while True:
                 count += event.token is not None
-                yield _line(form.part(self._text(decode, event), event.finish))
+                yield _line(form.part(self._text(decode, event), event.finish, first=count <= 1))
                 if event.finish:
                     break
                 event = await answer.next()
@@ -294,19 +294,21 @@ class _Stream(StreamingResponse):
 
 @dataclass(frozen=True)
 class _Form:
-    """The objects of the two endpoints."""
+    """The objects of the two endpoints. All parts of an answer have its id, and the first says who speaks."""
 
     chat: bool
     model: str
     prompt: int
+    id: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion" if self.chat else "text_completion"
         kind = f"{name}.chunk" if self.chat and kind == "chunk" else name
         return {
-            "id": f"cmpl-{uuid4().hex}",
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
             "object": kind,
-            "created": int(time.time()),
+            "created": self.created,
             "model": self.model,
             "choices": choices,
         }
@@ -316,9 +318,10 @@ class _Form:
         choice |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         return {**self._object("whole", [choice]), "usage": self._usage(tokens)}
 
-    def part(self, text: str, finish: str | None) -> dict[str, Any]:
+    def part(self, text: str, finish: str | None, first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
-        choice |= {"delta": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        role = {"role": "assistant"} if first else {}
+        choice |= {"delta": {**role, "content": text}} if self.chat else {"text": text}
         return self._object("chunk", [choice])
 
     def usage(self, tokens: int) -> dict[str, Any]:
