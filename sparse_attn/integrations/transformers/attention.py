@@ -82,7 +82,8 @@ def mask(
     if kind in FROM_THE_FIRST_SLOT and attention_mask is not None:
         padded = bool((attention_mask[:, 0] == 0).any())
         expected = f"no padding on the left for {kind}, whose blocks count from the first slot"
-        expect(not padded, "attention", "attention_mask", expected, "padding", "pad on the right")
+        do = "pad on the right" + (", or use a PagedCache" if kind == "deepseek_v4" else "")
+        expect(not padded, "attention", "attention_mask", expected, "padding", do)
     if allow_is_causal_skip and mask_function is causal_mask_function and kv_offset == 0:
         ranges = causal_ranges(batch_size, q_length, q_offset, attention_mask, device)
         if ranges is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .. import capabilities
 from .attention import FORMATS, FROM_THE_FIRST_SLOT, NAME, Entries, Rows
 from .planes import Planes
 
-CLASSES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}
+CLASSES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa", "deepseek_v4": "DeepseekV4"}
 """Models whose attention runs here, over planes of their own: how transformers' names of their classes begin."""
 
 
@@ -25,37 +26,54 @@ class PagedCache(Cache):
     """What a model keeps of its tokens, in paged planes, for ``generate(..., cache=cache)``.
 
     Of a dense model, keys and values; layers with a sliding window keep every token. Of DeepSeek V3.2 and GLM-5, latent
-    rows and index keys. A batch of any size shares the pages. ``crop`` works, so assisted generation does; beams, which
-    share and copy sequences, are refused.
+    rows and index keys. Of DeepSeek V4, raw rows of the window, compressed entries, index keys, and the compressors'
+    states. A batch of any size shares the pages. ``crop`` works, so assisted generation does; beams, which share and
+    copy sequences, are refused.
 
     Args:
         config: the model's, with ``attn_implementation="sparse_attn"``.
         tokens: that fit, of all sequences together; in dense models, padding included.
         format: of what attention reads: ``""`` (as the model computes it), a format of plain rows, and ``"int8"`` for
-            keys and values, ``"fp8_v32"`` or ``"int8_v32"`` for latent rows.
+            keys and values, ``"fp8_v32"`` or ``"int8_v32"`` for latent rows, ``"fp8_v4"``, ``"fp8_v4_640"`` or
+            ``"fp8_v4_608"`` for the rows and entries of V4.
         index_format: of what a selection scores: ``""``, plain, or ``"fp8_index"``, ``"int8_index"``, ``"fp4_index"``.
             In dense models of a copy of the keys, ``"int8_index_h"`` or ``"int4_index_h"``; ``""`` for none: it scores
             the keys themselves.
-        page_size: tokens of a page.
+        page_size: tokens of a page, a multiple of every ratio; 0: 64, or two entries of the largest ratio.
+        rewind: tokens that ``crop`` may take back where a model keeps the last ones alone, as V4 does. Each costs as
+            much as one of the window and of the states.
 
     Raises:
         InvalidCall: for a model that keeps something else.
         Unsupported: for a format that does not hold what the model keeps.
     """
 
-    def __init__(self, config: Any, tokens: int, format: str = "", index_format: str = "", page_size: int = 64) -> None:
+    def __init__(
+        self,
+        config: Any,
+        tokens: int,
+        format: str = "",
+        index_format: str = "",
+        page_size: int = 0,
+        rewind: int = 0,
+    ) -> None:
         self.config = config = config.get_text_config(decoder=True)
         self.planes: Planes | None = None
         layers: list[Layer]
         if config.model_type in CLASSES:
             plan = configs.plan(config.to_dict())[0]
-            formats = {"main": format, "index": index_format}
-            named = {kind: name for kind, name in formats.items() if name}
+            named = {kind: name for kind, name in (("main", format), ("index", index_format)) if name}
             capabilities.check("transformers", "any", plan, named)
-            self.planes = Planes(plan, tokens, page_size, formats)
+            formats = {"main": format, "window": format, "index": index_format}
+            ratio = lcm(*(plane.ratio for layer in plan.layers for plane in layer.planes))
+            page_size = page_size or max(64, 2 * ratio)
+            expect(page_size % ratio == 0, "PagedCache", "page_size", f"a multiple of {ratio} tokens", page_size)
+            expect(rewind >= 0, "PagedCache", "rewind", "0 or more tokens", rewind)
+            self.planes = Planes(plan, tokens, page_size, formats, rewind)
             layers = [PlanesLayer(self.planes) for _ in plan.layers]
         else:
             self._expect_dense(format, index_format)
+            page_size = page_size or 64
             self.pages = PageAllocator(pages_for(tokens, page_size), page_size)
             self._last: tuple[Any, tuple[Tensor, Tensor]] = None, (torch.empty(0), torch.empty(0))
             layers = [PagedLayer(self, format, index_format) for _ in range(config.num_hidden_layers)]
@@ -144,6 +162,7 @@ class PlanesLayer(Layer):
     def __init__(self, planes: Planes) -> None:
         super().__init__()
         self.planes = planes
+        self.is_croppable = not planes.rings or planes.rewind > 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise refuse("PagedCache", "attention", *UNREGISTERED)

@@ -18,12 +18,16 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ...checks import expect
-from . import latent
+from . import compressed, latent
 from .attention import NAME, attention, mask
 from .cache import CLASSES, PagedCache
 from .planes import Planes
 
-ATTENTION = {"deepseek_v32": latent.forward, "glm_moe_dsa": latent.forward}
+ATTENTION: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "deepseek_v32": latent.forward,
+    "glm_moe_dsa": latent.forward,
+    "deepseek_v4": compressed.forward,
+}
 NO_MASK = {"indexed_attention": None}
 """A mask that is made already: the planes know what is visible."""
 
@@ -80,6 +84,8 @@ def stepping(forward: Callable[..., Any]) -> Callable[..., Any]:
         inputs = arguments.get("inputs_embeds") if inputs is None else inputs
         expect(inputs is not None, "PagedCache", "input_ids", "input_ids or inputs_embeds", "None")
         seen = planes.begin((inputs.shape[0], inputs.shape[1]), arguments.get("attention_mask"), inputs.device)
+        if planes.rings:
+            compressed.prepare(self, planes, arguments.get("position_ids"))
         output = forward(self, **arguments | dict(attention_mask=NO_MASK))
         planes.ended(seen)
         return output

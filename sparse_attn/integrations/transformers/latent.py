@@ -50,9 +50,6 @@ def forward(
     lists = prev_topk_indices
     if module.indexer is not None:
         lists = choose(module.indexer, rows["index"], x, residual, rotation, step)
-    else:
-        fits = step.lengths["max_seq_len"] <= module.config.index_topk
-        expect(fits or lists is not None, "attention", "prev_topk_indices", "lists of an earlier layer", "None")
     to_keys, to_values = absorbed(module)
     out = attend(
         torch.cat([torch.einsum("thn,hnc->thc", q_nope, to_keys), q_rope], -1),

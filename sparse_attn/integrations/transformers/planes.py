@@ -88,7 +88,7 @@ class Planes:
         rewind: tokens that ``crop`` may take back where a plane keeps the last tokens alone.
     """
 
-    def __init__(self, plan: Model, tokens: int, page_size: int, formats: dict[str, str], rewind: int = 0) -> None:
+    def __init__(self, plan: Model, tokens: int, page_size: int, formats: dict[str, str], rewind: int) -> None:
         self.plan, self.formats, self.rewind = plan, formats, rewind
         self.rings = any(plane.entries for layer in plan.layers for plane in layer.planes)
         self.pages = PageAllocator(pages_for(tokens, page_size), page_size)
@@ -133,7 +133,6 @@ class Planes:
         spans = tuple((now, now + more) for now, more in zip(self.tokens, new.sum(1).tolist(), strict=True))
         for b, (_, end) in enumerate(spans):
             self.pages.extend(b, max(end - self.pages.entries(b), 0))
-        self.most = [max(most, end) for most, (_, end) in zip(self.most, spans, strict=True)]
         self.step = self._step(shape, spans, None if bool(new.all()) else new.flatten().nonzero()[:, 0], device)
         return seen
 
@@ -172,6 +171,16 @@ class Planes:
             slot(table[which, positions // size], positions % size, size),
         )
 
+    def shift(self, given: Tensor) -> None:
+        """Note what the model adds to the position of each token (``[T]``), which must be one number a sequence."""
+        assert self.step is not None
+        for b, added in enumerate(given.split([end - start for start, end in self.step.spans])):
+            known = {*added.tolist(), *(() if self.shifts[b] is None else (self.shifts[b],))}
+            expected = f"the tokens of sequence {b} numbered one by one"
+            do = "pass (attention_mask.cumsum(-1) - 1), the last of them in later steps"
+            expect(len(known) <= 1, "PagedCache", "position_ids", expected, "gaps", do)
+            self.shifts[b] = next(iter(known), None)
+
     def ended(self, seen: Tensor) -> None:
         """The step's tokens are in every plane."""
         assert self.step is not None
@@ -191,8 +200,10 @@ class Planes:
         self.tokens, self.seen = tokens, self.seen[:, :kept]
 
     def of(self, number: int, like: Tensor) -> dict[str, Rows]:
-        """Planes of a layer by kind, of two states the second as ``index_state``; with the device, and where no format
-        was named the dtype, of ``like``."""
+        """Planes of a layer by kind, of two states the second as ``index_state``, for the step to write. They have the
+        device of ``like``, and where no format was named its dtype."""
+        assert self.step is not None
+        self.most = [max(most, end) for most, (_, end) in zip(self.most, self.step.spans, strict=True)]
         found = self.layers[number]
         rings = [rows for name, rows in found.items() if name in ("window", "state")]
         if not found or (rings and rings[0].rows.shape[0] != len(self.tokens)):
