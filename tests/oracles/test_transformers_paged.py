@@ -23,6 +23,7 @@ from sparse_attn import configs
 from sparse_attn.checks import InvalidCall
 from sparse_attn.integrations.capabilities import Unsupported
 from sparse_attn.integrations.transformers import PagedCache, latent, register
+from sparse_attn.integrations.transformers import compressed as transformers_compressed
 from sparse_attn.layout import FORMATS
 from sparse_attn.serving.pages import OutOfPages
 
@@ -52,6 +53,11 @@ def ours(name: str) -> nn.Module:
     model = copy.deepcopy(eager(name))
     model.set_attn_implementation("sparse_attn")
     return model
+
+
+@pytest.fixture(autouse=True)
+def tables_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_compressed, "POSITIONS", 16)
 
 
 def ids(batch: int, tokens: int, seed: int = 0) -> Tensor:

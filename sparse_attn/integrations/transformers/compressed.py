@@ -18,6 +18,9 @@ from ...layout import pages_for
 from .attention import FORMATS, Rows
 from .planes import Planes, Step, numbered, ring_table
 
+POSITIONS = 4096
+"""By so many at a time the tables of rotations grow."""
+
 
 def prepare(model: Any, planes: Planes, position_ids: Tensor | None) -> None:
     """Before a step: check positions, and have rotations for them."""
@@ -27,17 +30,14 @@ def prepare(model: Any, planes: Planes, position_ids: Tensor | None) -> None:
         position_ids = torch.arange(step.shape[1], device=step.positions.device)[None] + planes.places
     given = step.pack(position_ids.to(step.positions.device)) - step.positions
     planes.shift(given)
-    length = max(step.lengths["max_seq_len"], 1)
+    length = step.lengths["max_seq_len"]
     for kind, type in model.rotary_emb.rope_type.items():
-        fixed = type not in ("dynamic", "longrope")
-        expect(
-            fixed, "PagedCache", "rope_type", "rotations that do not depend on the length", type, "use its own cache"
-        )
-        table = planes.rotations.get(kind)
-        if table is None or len(table) < length:
-            positions = torch.arange(2 * length, device=step.positions.device)[None]
-            like = torch.zeros(1, device=step.positions.device)
-            planes.rotations[kind] = torch.cat(model.rotary_emb(like, positions, layer_type=kind), -1)[0]
+        expected, do = "rotations that do not depend on the length", "use the model's own cache"
+        expect(type not in ("dynamic", "longrope"), "PagedCache", "rope_type", expected, type, do)
+        if kind not in planes.rotations or len(planes.rotations[kind]) < length:
+            positions = torch.arange(pages_for(length, POSITIONS) * POSITIONS, device=step.positions.device)
+            like = torch.zeros(1, device=positions.device)
+            planes.rotations[kind] = torch.cat(model.rotary_emb(like, positions[None], layer_type=kind), -1)[0]
 
 
 def forward(module: Any, planes: Planes, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
