@@ -56,7 +56,8 @@ test: lint
 test-slow: $(STAMPS)/test
 	$(BIN)/python -m pytest -q -m "slow or packaging" $(ARGS)
 
-SERVING = $(addprefix tests/test_,$(addsuffix .py,scheduler engine serve serving_suite manager admission cost calibration serving_page))
+SERVING = $(addprefix tests/test_,$(addsuffix .py,scheduler engine serve serving_suite manager admission cost calibration crossover paths \
+	breakdown simulator serving_page))
 test-serving: $(STAMPS)/test
 	$(BIN)/python -m pytest -q -m "slow or not slow" $(SERVING) $(ARGS)
 

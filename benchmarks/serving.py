@@ -15,102 +15,51 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from math import exp, log
 from pathlib import Path
 from statistics import mean, median
 
 import torch
-from serving_load import (
+from serving_arms import (
     DOCUMENT,
+    MARGIN,
+    MIXES,
     OUTPUT,
     PAGE,
     PROMPT,
-    Arrival,
-    Bench,
-    Record,
-    Served,
-    poisson,
-    saturated_rate,
-    serve,
-    solo,
+    RESERVE,
+    STATIC,
+    TOKENS,
+    WATERMARKS,
+    Goodput,
+    Limit,
+    Replay,
+    arm,
+    arrivals,
 )
+from serving_load import Bench, saturated_rate, serve, solo
 
 from sparse_attn import doctor
 from sparse_attn.serving import calibration
-from sparse_attn.serving.admission import Admission, Limits
 from sparse_attn.serving.cost import Predictor, Profile, StepCost, Work
 from sparse_attn.serving.scheduler import Scheduler, Steps
 
-MIXES = {"short-heavy": 0.05, "long-heavy": 0.7, "mixed": 0.25}
-"""Phases of a run, a third of it each: shares of long requests."""
 OVERLOAD = 1.2
 """Offered rate over the saturated one."""
 SECONDS = 36.0
 SEEDS = (11, 12, 13, 14, 15)
-TUNING_SEED, STATIC, REPEATED = 1, (4, 8, 16, 32), 2
+TUNING_SEED, REPEATED = 1, 2
+SIMULATED = range(101, 113)
+"""Seeds on which arm C's watermark is tuned: in the simulator, as it has a profile."""
 FIRST, GAP = 4.0, 2.5
 """Limits: times the solo time to the first token, of its class; times the solo gap of a long request."""
-RESERVE = 0.15
 LONGS_IN_OLD_POOL = 2
-TOKENS = 144
-"""Tokens of a step at most, in every arm: a short prompt, and sixteen that decode, take as long as gaps may."""
-WATERMARKS = (0.7, 0.8, 0.9, 1.0)
-"""Of compute, for arm C, tuned as ``STATIC`` is, on the same seed."""
-MARGIN, LATE = 0.85, 0.07
-"""Of arm C: share of the limit of gaps that is its budget of a step, and of steps that may take longer."""
 DEVICE = "this machine, SmolLM2-135M bf16, int8 and int4"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """Seconds that a request may take to its first token, by class, and at the 90th percentile between tokens."""
-
-    first: dict[str, float]
-    gap: float
-
-    def met(self, record: Record) -> bool:
-        return record.first <= self.first[record.kind] and record.gap <= self.gap
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """Output tokens a second of requests that met both limits; and why others did not."""
-
-    tokens: float
-    short: float
-    long: float
-    offered: int
-    refused: int
-    late: int
-    slow: int
-    preemptions: int
-
-    @classmethod
-    def of(cls, served: Served, limit: Limit) -> Goodput:
-        good = {"short": 0, "long": 0}
-        late = slow = 0
-        for record in served.records:
-            if limit.met(record):
-                good[record.kind] += len(record.times)
-            elif record.times:
-                late += record.first > limit.first[record.kind]
-                slow += record.gap > limit.gap
-        return cls(
-            sum(good.values()) / served.seconds,
-            good["short"] / served.seconds,
-            good["long"] / served.seconds,
-            len(served.records),
-            sum(bool(record.refused) for record in served.records),
-            late,
-            slow,
-            served.preemptions,
-        )
 
 
 class Experiment:
@@ -128,12 +77,10 @@ class Experiment:
         alone = {kind: solo(self.bench, kind) for kind in ("short", "long")}
         self.solo = {kind: dict(zip(("first", "gap"), found, strict=True)) for kind, found in alone.items()}
         self.limit = Limit({kind: FIRST * found[0] for kind, found in alone.items()}, GAP * alone["long"][1])
-        # a request that waited so long cannot have its first token in time; all arms give it up
-        self.hold = max(min(self.limit.first.values()) - 2 * self.limit.gap, 0.1)
         self.rates = {
             name: OVERLOAD * saturated_rate(self.bench, longs, Steps(TOKENS, TOKENS)) for name, longs in MIXES.items()
         }
-        say(f"solo {self.solo}, limits {self.limit}, hold {self.hold:.2f} s, offered {self.rates}")
+        say(f"solo {self.solo}, limits {self.limit}, hold {self.limit.hold:.2f} s, offered {self.rates}")
 
     # --- Times of steps
 
@@ -187,30 +134,19 @@ class Experiment:
         """A new scheduler under a rule, with the number or watermark that was tuned. ``old_pool``: on a quarter of the
         pages."""
         pages = self.old_pages if old_pool else 4 * self.old_pages
-        reserve = 1 - (1 - RESERVE) / 4 if name == "D" else RESERVE
-        predictor = self.predictor() if name == "C" else None
-        limits = Limits(
-            MARGIN * self.limit.gap,
-            memory=0.85 if name == "C" else 1.0,
-            compute=tuned if name == "C" else 1.0,
-            hold=self.hold,
-            late=LATE if name == "C" else 0.0,
-            overdue="refuse",
-        )
-        rule = Admission(limits, predictor, DEVICE)
-        return self.bench.scheduler(rule, Steps(TOKENS, int(tuned) if name == "B" else TOKENS), reserve, pages)
+        rule, steps, reserve = arm(name, tuned, self.limit, self.predictor())
+        return self.bench.scheduler(rule, steps, reserve, pages)
 
-    def arrivals(self, seed: int, seconds: float) -> list[Arrival]:
-        draw, found = random.Random(seed), []
-        third = seconds / len(MIXES)
-        for number, (name, longs) in enumerate(MIXES.items()):
-            found += poisson(self.rates[name], number * third, third, longs, draw)
-        return found
+    def replay(self) -> Replay:
+        """The same runs in the simulator, with the coefficients that were measured."""
+        plan = self.bench.runner.plan
+        return Replay(self.limit, self.rates, 4 * self.old_pages, Profile(**self.costs), plan)
 
     def run(self, name: str, seed: int, tuned: float = 0.0, old_pool: bool = False, share: float = 1.0) -> Goodput:
         """A run of an arm, or a ``share`` of one."""
         seconds = share * self.seconds
-        served = serve(self.bench, self.arm(name, tuned, old_pool), self.arrivals(seed, seconds), seconds, seed)
+        coming = arrivals(self.rates, seed, seconds)
+        served = serve(self.bench, self.arm(name, tuned, old_pool), coming, seconds, seed)
         found = Goodput.of(served, self.limit)
         self.say(f"{name}, seed {seed}, {tuned or 'untuned'}{', old pool' if old_pool else ''}: {found}")
         return found
@@ -263,11 +199,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"[{time.perf_counter() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     it = Experiment(options.quick, options.threads, say)
-    tuning = {
-        name: {value: it.run(name, TUNING_SEED, value, share=0.5) for value in values}
-        for name, values in (("B", STATIC), ("C", WATERMARKS))
+    tuning = {value: it.run("B", TUNING_SEED, value, share=0.5) for value in STATIC}
+    tuned = {
+        "B": max(STATIC, key=lambda value: tuning[value].tokens),
+        "C": it.replay().best("C", WATERMARKS, SIMULATED),
     }
-    tuned = {name: max(some, key=lambda value: some[value].tokens) for name, some in tuning.items()}
+    say(f"tuned {tuned}")
     seeds = SEEDS[:1] if options.quick else SEEDS
     found: dict[str, list[Goodput]] = {name: [] for name in "ABCD"}
     for turn, seed in enumerate(seeds):
@@ -287,7 +224,7 @@ def main(argv: Sequence[str]) -> int:
             "seconds": it.seconds,
             "tokens": TOKENS,
             "budget": MARGIN * it.limit.gap,
-            "hold": it.hold,
+            "hold": it.limit.hold,
             "pages": 4 * it.old_pages,
             "tuned": tuned,
         },
@@ -296,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
         "offered": it.rates,
         "costs": {name: cost.to_dict() for name, cost in it.costs.items()},
         "steps": {"median error": it.error, "measured and predicted": it.errors},
-        "tuning": {name: {str(value): asdict(each) for value, each in some.items()} for name, some in tuning.items()},
+        "tuning": {str(value): asdict(each) for value, each in tuning.items()},
         "goodput": {name: [asdict(each) for each in some] for name, some in found.items()},
         "repeat of B": [asdict(each) for each in again],
         "old pool": {"A": asdict(old[0]), "C": asdict(old[1])},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
+from serving_arms import DOCUMENT, OUTPUT, PAGE, PROMPT, Arrival, Record, Served
 
 from sparse_attn.demo import model, text
 from sparse_attn.serving.admission import Admission, Limits
@@ -18,12 +18,8 @@ from sparse_attn.serving.manager import CacheManager, Saved
 from sparse_attn.serving.memory import PLANE
 from sparse_attn.serving.runner import Runner
 from sparse_attn.serving.scheduler import Plan, Request, Scheduler, Steps
-from sparse_attn.serving.simulator import Seen
 
-DOCUMENTS, DOCUMENT = 4, 6144
-PROMPT = {"long": 32, "short": 128}
-OUTPUT = 64
-PAGE = 64
+DOCUMENTS = 4
 ALL = Steps(tokens=1024, running=1024, queued=100_000)
 """No bound that would show."""
 
@@ -107,37 +103,9 @@ class Bench:
         return median(found)
 
 
-@dataclass
-class Record(Seen):
-    """A request of a kind, as its client saw it."""
-
-    kind: str = ""
-
-
-Arrival = tuple[float, str]
-
-
-def poisson(rate: float, begin: float, seconds: float, longs: float, draw: random.Random) -> list[Arrival]:
-    """Arrivals in the seconds from ``begin`` on; a share of ``longs`` is long."""
-    found, now = [], begin
-    while (now := now + draw.expovariate(rate)) < begin + seconds:
-        found.append((now, "long" if draw.random() < longs else "short"))
-    return found
-
-
-@dataclass
-class Served:
-    """A run: what clients saw, and steps with their works and seconds."""
-
-    records: list[Record]
-    steps: list[tuple[list[Work], float]]
-    preemptions: int
-    seconds: float
-
-
 def serve(bench: Bench, scheduler: Scheduler, arrivals: Sequence[Arrival], seconds: float, seed: int) -> Served:
     """Offer requests when they are due, whatever becomes of those before, for so many seconds."""
-    draw, steps, records = random.Random(seed), [], []
+    draw, records = random.Random(seed), []
     begin = time.perf_counter()
     engine = Engine(bench.runner, scheduler, clock=lambda: time.perf_counter() - begin)
 
@@ -152,15 +120,11 @@ def serve(bench: Bench, scheduler: Scheduler, arrivals: Sequence[Arrival], secon
         while following and following[1][0] <= now:
             offer(following[0], *following[1])
             following = next(coming, None)
-        before = engine.clock()
-        plan = engine.step()
-        if plan.parts:
-            steps.append((plan.works, engine.clock() - before))
-        else:
+        if not engine.step().parts:
             time.sleep(0.001)
     for name in (*scheduler.waiting, *scheduler.running):
         engine.cancel(name)
-    return Served(records, steps, scheduler.preemptions, seconds)
+    return Served(records, scheduler.preemptions, seconds)
 
 
 def solo(bench: Bench, kind: str, times: int = 2) -> tuple[float, float]:

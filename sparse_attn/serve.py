@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -172,7 +173,11 @@ def fingerprint(name: str, dtype: str) -> str:
     from .doctor import cpu
     from .serving.runner import FORMAT, INDEX_FORMAT
 
-    return f"{cpu()['model']}, {torch.get_num_threads()} threads, {name} {dtype}, {FORMAT} {INDEX_FORMAT}"
+    try:
+        machine = cpu()["model"]
+    except OSError:  # not Linux
+        machine = platform.processor() or platform.machine()
+    return f"{machine}, {torch.get_num_threads()} threads, {name} {dtype}, {FORMAT} {INDEX_FORMAT}"
 
 
 def load(folder: Path | None) -> tuple[Any, Any, str]:

@@ -56,7 +56,7 @@ class Limits:
 
     budget: float
     memory: float = 0.8
-    compute: float = 0.9
+    compute: float = 0.8
     short: int = 512
     hold: float = 10.0
     late: float = 0.0
