@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -132,6 +133,8 @@ def solo(bench: Bench, kind: str, times: int = 2) -> tuple[float, float]:
     firsts, gaps = [], []
     for seed in range(times + 1):
         record = serve(bench, bench.scheduler(), [(0.0, kind)], 2.0, seed).records[0]
+        if len(record.times) < 3:
+            sys.exit(f"a {kind} request alone: expected tokens for 2 s, got {len(record.times)}: the machine is too busy")
         firsts.append(record.first)
         gaps.append(median(b - a for a, b in zip(record.times, record.times[1:], strict=False)))
     return median(firsts[1:]), median(gaps[1:])
