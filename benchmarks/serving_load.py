@@ -134,7 +134,7 @@ def solo(bench: Bench, kind: str, times: int = 2) -> tuple[float, float]:
     for seed in range(times + 1):
         record = serve(bench, bench.scheduler(), [(0.0, kind)], 2.0, seed).records[0]
         if len(record.times) < 3:
-            sys.exit(f"a {kind} request alone: expected tokens for 2 s, got {len(record.times)}: the machine is too busy")
+            sys.exit(f"{kind} alone: expected tokens for 2 s, got {len(record.times)}: the machine is too busy")
         firsts.append(record.first)
         gaps.append(median(b - a for a, b in zip(record.times, record.times[1:], strict=False)))
     return median(firsts[1:]), median(gaps[1:])
