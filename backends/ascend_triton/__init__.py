@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from sparse_attn.layout import PLAIN_FORMATS
 from sparse_attn.registry import Between, Impl, Limit, OneOf
 
-from . import attend, compress, convert, load, merge, select, soc, store
+from . import attend, compress, convert, load, merge, select, select_merge, soc, store
 
 
 def _impl(
@@ -40,6 +40,8 @@ _SCALED_ROWS = (
     "fp8_index_planar",
     "int8_index",
     "int8_index_planar",
+    "fp4_index",
+    "fp4_index_planar",
 )
 _WIDEST_PIECE = Between(1, 2048)  # what shares a scale is never cut
 
@@ -63,16 +65,13 @@ IMPLS = (
         limits={
             "format": OneOf((*PLAIN_FORMATS, *_SCALED_ROWS)),
             "dim": Between(1, 256),
-            "bounds": OneOf((False,)),
-            "score": OneOf(("relu_sum", "dot", "max")),
-            "pool": OneOf(("none", "max", "sum")),
             "block": Between(1, 4096),
             "strides": Between(1, 64),
             "candidate_block": Between(1, 4096),
-            "order": OneOf(("any", "index")),
         },
         # a score is a sum in float32
         tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), (4e-6, 4e-6)),
     ),
+    _impl(select_merge.select_merge),
     _impl(store.store, limits={"dim": _WIDEST_PIECE}),
 )

@@ -146,7 +146,19 @@ SELECTS: dict[str, dict[str, Any]] = {
     ),
     "best of 9 heads, int8": dict(heads=9, key_heads=3, out_heads=3, k=512, score="max", format="int8"),
     "128 heads of 256, fp32": dict(heads=128, dim=256, k=512, format="fp32", dtype=torch.float32),
+    "4 heads of 256, fp32": dict(heads=4, dim=256, k=512, format="fp32", dtype=torch.float32),
     "pages of 48": dict(heads=64, k=512, page_size=48),
+    "V4.1, fp4_index, 32 heads": dict(heads=32, k=512, score_dtype="bf16", format="fp4_index_planar"),
+    "NSA, sums of probabilities": dict(
+        heads=64, key_heads=4, out_heads=4, k=16, score="softmax_sum", ratio=16, span=32, block=4, pool="sum"
+    ),
+    "Llama, probabilities, int8_index_h": dict(
+        heads=32, key_heads=8, out_heads=8, k=2048, score="softmax_sum", format="int8_index_h", order="score"
+    ),
+    "Quest, bounds": dict(heads=32, key_heads=8, out_heads=32, k=64, score="dot", bounds=True, ratio=16),
+    "Quest, bounds in int8": dict(heads=32, key_heads=8, out_heads=8, k=64, score="max", bounds=True, format="int8"),
+    "MoBA, mean keys": dict(heads=32, key_heads=8, out_heads=32, k=3, score="dot", block=128, pool="mean"),
+    "int8 queries and keys": dict(heads=64, k=2048, format="int8_index_h", dtype=torch.int8),
 }
 
 
@@ -162,9 +174,12 @@ def _select(
     **options: Any,
 ) -> None:
     f = FORMATS[format]
-    keys = torch.zeros(f.shape(4, page_size, key_heads, dim), dtype=getattr(torch, f.dtype))
+    row = 2 * dim if options.get("bounds") else dim
+    keys = torch.zeros(f.shape(4, page_size, key_heads, row), dtype=getattr(torch, f.dtype))
     if f.scale_dtype:
         options["key_scale"] = torch.zeros(4, page_size, key_heads, dtype=torch.half)
+    if dtype == torch.int8:
+        options["q_scale"] = torch.ones(1, heads)
     if candidates:
         options["candidates"] = torch.zeros(1, 1, candidates, dtype=torch.int32)
     starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([160], dtype=torch.int32)
@@ -180,6 +195,12 @@ def _select(
 
 for _name, _options in SELECTS.items():
     CALLS[f"select, {_name}"] = partial(_select, **_options)
+
+
+@call("select_merge, 4 shards of 2048")
+def _select_merge() -> None:
+    lists, offsets = torch.zeros(4, 2, 1, 2048, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    sparse_attn.select_merge(lists, torch.zeros(lists.shape), offsets, 2048, backend="ascend_triton")
 
 
 def kernels(name: str, chip: Chip) -> list[Specialised]:

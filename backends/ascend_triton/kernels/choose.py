@@ -57,6 +57,38 @@ def least_selected(scores, begin, stop, want, TILE: tl.constexpr):
     return floor, above
 
 
+@triton.jit
+def halves(number):
+    """The upper and the lower half of an int32 as float32, as int32 is neither compared nor added up in vectors."""
+    return (number >> 16).to(tl.float32), (number & 0xFFFF).to(tl.float32)
+
+
+@triton.jit
+def lower(a, b):
+    """Where ``a`` lies below ``b``."""
+    upper_a, lower_a = halves(a)
+    upper_b, lower_b = halves(b)
+    return (upper_a < upper_b) | ((upper_a == upper_b) & (lower_a < lower_b))
+
+
+@triton.jit
+def last_number(scores, numbers, begin, stop, floor, want, TILE: tl.constexpr):
+    """Of the numbers whose score is ``floor`` that of place ``want``, and how many lie below it."""
+    key = tl.zeros((), tl.int32)
+    below = tl.zeros((), tl.float32)
+    for bit in range(0, 32):
+        with_bit = key | (1 << (31 - bit))
+        count = tl.zeros((), tl.float32)
+        for c in range(begin, stop, TILE):
+            column = c + tl.arange(0, TILE)
+            number = tl.load(numbers + column, mask=column < stop, other=0)
+            at_floor = tile_of(scores, c, stop, TILE) == floor
+            count += tl.sum(tl.where(at_floor & lower(number, with_bit ^ -2147483648), 1.0, 0.0), 0)
+        below = tl.where(count < want, count, below)
+        key = tl.where(count < want, with_bit, key)
+    return key ^ -2147483648, below
+
+
 @triton.jit(
     do_not_specialize=[
         *("first_row", "rows", "batch", "ratio", "strides", "block", "k", "keep_first", "keep_last"),
@@ -78,6 +110,7 @@ def choose_kernel(
     keep_first,
     keep_last,
     scores,
+    numbers,
     width,
     row_width,
     candidates,
@@ -96,7 +129,8 @@ def choose_kernel(
     TILE: tl.constexpr,
 ):
     """``indices [T, lists, places]`` from ``scores [rows, lists, row_width]`` of ``width`` columns. MAKE: selects
-    ``places`` blocks of ``candidate_block`` entries, the newest unit's always."""
+    ``places`` blocks of ``candidate_block`` entries, the newest unit's always. ``numbers``, of the
+    shape of scores: those of columns, in any order."""
     for task in range(tl.program_id(0), rows * lists, tl.num_programs(0)):
         r = (task // lists).to(tl.int64)
         o = task % lists
@@ -146,11 +180,16 @@ def choose_kernel(
                     eligible += tl.sum(tl.where(tile_of(from_, c, stop, TILE) > float("-inf"), 1.0, 0.0), 0)
                 floor = tl.full((), float("-inf"), tl.float32)
                 ties = tl.zeros((), tl.float32)
+                last = tl.full((), -2147483648, tl.int32)
                 if fits:
                     ties += 4e9  # of candidates that need no score
                 elif eligible > want.to(tl.float32):
                     floor, above = least_selected(from_, begin, stop, want.to(tl.float32), TILE)
                     ties += want.to(tl.float32) - above
+                    if numbers is not None:
+                        of_row = numbers + (r * lists + o) * row_width
+                        last, below = last_number(from_, of_row, begin, stop, floor, ties, TILE)
+                        ties -= below
                 for c in range(begin, stop, PLACES):
                     x = tile_of(from_, c, stop, PLACES)
                     if tl.sum(tl.where(x >= floor, 1.0, 0.0), 0) > 0:
@@ -158,8 +197,13 @@ def choose_kernel(
                         # row i of a table counts the places before place i
                         before = i[None, :] < i[:, None]
                         level = tl.where(x == floor, 1.0, 0.0)
+                        sure = tl.where(x > floor, 1.0, 0.0)
+                        if numbers is not None:
+                            number = tl.load(numbers + (r * lists + o) * row_width + c + i, mask=c + i < stop, other=0)
+                            sure = tl.where((level > 0) & lower(number, last), 1.0, sure)
+                            level = tl.where(lower(number, last) | lower(last, number), 0.0, level)
                         rank = tl.sum(tl.where(before, level[None, :], 0.0), 1)
-                        take = tl.where(x > floor, 1.0, tl.where(rank < ties, level, 0.0))
+                        take = tl.where(sure > 0, 1.0, tl.where(rank < ties, level, 0.0))
                         ties -= tl.sum(level, 0)
                         place = tl.sum(tl.where(before, take[None, :], 0.0), 1)
                         taken = tl.sum(take, 0).to(tl.int32)
@@ -168,6 +212,11 @@ def choose_kernel(
                         if candidates is not None:
                             blocks = candidates + t * candidate_row_step + o * candidate_list_step
                             at = tl.load(blocks + at // candidate_block) * candidate_block + at % candidate_block
+                        if numbers is not None:
+                            upper_half, lower_half = halves(number)
+                            upper_half = tl.sum(tl.where(goes, upper_half[:, None], 0.0), 0).to(tl.int32)
+                            lower_half = tl.sum(tl.where(goes, lower_half[:, None], 0.0), 0).to(tl.int32)
+                            at = (upper_half << 16) | lower_half
                         tl.store(to + n + i, at, mask=i < taken)
                         if values is not None:
                             tl.store(to_values + n + i, tl.sum(tl.where(goes, x[:, None], 0.0), 0), mask=i < taken)
