@@ -77,9 +77,11 @@ test-ascend-triton: $(ASCEND_VENV)/ready
 	@test -x $(LLVM)/bin/mlir-opt -a -x $(LLVM)/bin/clang || \
 	  { echo "LLVM and MLIR 19 are needed: apt install mlir-19-tools clang-19, or LLVM=path"; exit 1; }
 	LLVM_BIN=$(LLVM)/bin OMP_NUM_THREADS=1 PYTHONPATH=.:tests/ascend_triton $(ASCEND_VENV)/bin/python -m pytest -q \
-	  -p launching -k "ascend_triton and not 2_to_the_31 and not any_call" tests/ascend_triton tests/test_attend.py \
+	  -p launching -k "ascend_triton and not 2_to_the_31 and not any_call and not (test_selections and not (decode or page))" \
+	  tests/ascend_triton tests/test_attend.py \
 	  tests/test_attend_formats.py tests/test_calls.py tests/test_merge.py tests/test_store.py tests/test_formats.py \
-	  tests/test_convert.py tests/test_select.py tests/test_compressions.py $(ARGS)
+	  tests/test_convert.py tests/test_select.py tests/test_select_formats.py tests/test_select_merge.py \
+	  tests/test_selections.py tests/test_compressions.py $(ARGS)
 
 # A torch for CUDA brings triton, which triton-ascend replaces. pybind11 is imported but not asked for; numpy 2.3 breaks it.
 $(ASCEND_VENV)/ready:

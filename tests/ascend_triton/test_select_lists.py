@@ -43,3 +43,26 @@ def test_more_equal_scores_than_any_buffer_holds_go_to_the_lowest_index(k: int) 
     expected = sorted([*range(1, n, 2), *range(0, n, 2)][:k])
     assert selected.indices[0, 0].tolist() == expected
     assert selected.values[0, 0].tolist() == [float(e % 2) for e in expected]
+
+
+@pytest.mark.parametrize("k", [5, 5000, 9000])
+def test_merged_equal_scores_go_to_the_lowest_number(k: int) -> None:
+    """Whatever shard and place they come from; numbers of 31 bits, of which float32 would make some equal."""
+    numbers = (torch.randperm(9000) * 238609 + 3).int().view(3, 1, 1, 3000)
+    values = (torch.rand(3, 1, 1, 3000) < 0.3).float()
+    values[0, 0, 0, :100] = float("nan")
+    merged = sparse_attn.select_merge(numbers, values, torch.zeros(3, 1, dtype=torch.int32), k, backend="ascend_triton")
+    given = zip(numbers.flatten().tolist(), values.flatten().tolist(), strict=True)
+    best = sorted((n for n in given if n[1] == n[1]), key=lambda n: (-n[1], n[0]))[:k]
+    assert merged.indices[0, 0, : len(best)].tolist() == sorted(n for n, _ in best)
+    assert merged.counts.item() == len(best) and (merged.indices[0, 0, len(best) :] == -1).all()
+
+
+def test_probabilities_over_many_tiles() -> None:
+    """The sum that every product is divided by runs over all entries, whatever program scores them."""
+    batch = Batch(dict(k=7, score="softmax_sum", out_heads=2), 4, 2, True, [700, 3], [2, 1], page=16)
+    args, keywords = batch.arguments()
+    got = sparse_attn.select(*args, **keywords, return_values=True, backend="ascend_triton")
+    want = sparse_attn.select(*args, **keywords, return_values=True, backend="reference")
+    assert torch.equal(got.counts, want.counts)
+    torch.testing.assert_close(got.values.sort(-1).values, want.values.sort(-1).values, atol=4e-6, rtol=4e-6)

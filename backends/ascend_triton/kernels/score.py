@@ -165,7 +165,7 @@ def score_kernel(
                         x = tl.where(mine & (valid[None, :] & (x == x)), x * scale, float("-inf"))
                         largest = tl.max(x, 1)
                         finite = tl.where(largest == float("-inf"), 0.0, largest)
-                        at = (task.to(tl.int64) * lists * runs + o * runs + part) * run + h
+                        at = (task * lists * runs + o * runs + part) * run + h
                         tl.store(norms + at, largest, mask=h < run)
                         tl.store(sums + at, tl.sum(tl.exp(x - finite[:, None]), 1), mask=h < run)
                     else:
@@ -173,7 +173,7 @@ def score_kernel(
                         if SCORE == "relu_sum":
                             x = tl.where(x < 0, 0.0, x)
                         if SCORE == "softmax_sum":
-                            at = (r.to(tl.int64) * lists * runs + o * runs + part) * run + h
+                            at = (r * lists * runs + o * runs + part) * run + h
                             norm = tl.load(norms + at, mask=h < run, other=0)
                             x = tl.exp(x * scale - norm[:, None])
                         if weights is not None:
