@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ascend.py"
 
 
 @pytest.mark.parametrize(
-    ("family", "only", "calls"), [("A3", "decode", 10), ("950", "decode", 10), ("A2", "compress", 1)]
+    ("family", "only", "calls"), [("A3", "decode", 11), ("950", "decode", 11), ("A2", "compress", 1)]
 )
 def test_result_file(family: str, only: str, calls: int, tmp_path, monkeypatch) -> None:
     become(family, every_kernel=True)
@@ -28,5 +28,6 @@ def test_result_file(family: str, only: str, calls: int, tmp_path, monkeypatch) 
         if not name.startswith("select"):
             assert result["largest error"] < 1e-2 and not result["NaN"], name
         else:
-            assert result["counts are equal"] and result["least share of equal entries"] == 1, name
+            least = 0.99 if "int8" in name else 1  # what is multiplied with their products is rounded to float16
+            assert result["counts are equal"] and result["least share of equal entries"] >= least, name
         assert result["microseconds"] > 0
