@@ -100,7 +100,7 @@ def _timed(options: argparse.Namespace) -> str:
     return json.dumps({"model": model.name, "layer": number, "calls": rows}, indent=2)
 
 
-def report(options: argparse.Namespace, number: int, found: Sequence[timings.Profile]) -> str:
+def report(options: argparse.Namespace, number: int, found: Sequence[timings.LayerProfile]) -> str:
     """As text with two tables in Markdown."""
     lines = [
         f"{options.model}, layer {number}, {options.batch} sequences, {options.device}",

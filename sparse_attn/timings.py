@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Profile:
+class LayerProfile:
     """Of a length, and of ``queries`` query tokens of each sequence.
 
     ``pairs``: those that the selection attends over those of the dense call, which attends to every visible entry of
@@ -204,7 +204,7 @@ class Yardsticks:
 
 def profile(
     model: Model, number: int, length: int, batch: int, queries: int, device: str, yardsticks: Yardsticks, rounds: int
-) -> Profile:
+) -> LayerProfile:
     """Layer ``number`` of ``model``, timed. Work is what the calls do: FLOPs of the pairs that they attend or score,
     and bytes in the planes' own formats, each entry read once, as query tokens share caches."""
     if not 1 <= queries <= length:
@@ -223,7 +223,7 @@ def profile(
 
     every = _attended(whole.least_read)
     pairs = counts.attended_pairs / whole.attended_pairs
-    return Profile(
+    return LayerProfile(
         length,
         queries,
         limit,

@@ -131,12 +131,19 @@ def test_without_steps_that_can_be_fitted_ratios_are_told_alone(tmp_path: Path, 
     assert code == 0 and "unknown" not in out and "| attention |" in out
 
 
+PHASE = {"sequences": 1, "tokens": 1, "attended_pairs": 1, "pairs": {}}
+REQUEST = {"record": "request", "tokens": 9, "prefill": PHASE, "decode": PHASE}
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ("", "expected records of requests that finished, got none"),
         ('{"record": "request"}', "line 1: expected a record of a step or a request, with prefill and decode"),
         ("[]", "line 1: expected a record"),
+        (json.dumps(REQUEST | {"tokens": 0}), "line 1: expected a record"),
+        (json.dumps(REQUEST | {"works": {"chunk": {"tokens": 1}}}), "line 1: expected a record"),
+        (json.dumps(REQUEST | {"prefill": PHASE | {"tokens": -1}}), "line 1: expected a record"),
         ("{", "line 1: expected a record"),
     ],
 )

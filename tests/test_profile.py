@@ -31,7 +31,7 @@ def test_every_kind_of_plan(arguments, capsys):
     assert [(row["length"], row["queries"]) for row in found["calls"]] == [(192, 1), (300, 1), (192, 40), (300, 40)]
 
 
-def counted(monkeypatch, name: str, number: int, length: int, queries: int = 1) -> timings.Profile:
+def counted(monkeypatch, name: str, number: int, length: int, queries: int = 1) -> timings.LayerProfile:
     """A profile of two sequences by its counts alone: every call takes a second, and limits are 1."""
 
     class Ones(timings.Yardsticks):

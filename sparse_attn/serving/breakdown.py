@@ -16,7 +16,8 @@ from .cost import TERMS, Profile
 
 SHORTEST = 1024
 """Tokens of the first bucket at most; each other ends at twice as many as the one before."""
-COUNTS = ("sequences", "tokens", "attended_pairs")
+COUNTS, WORK = ("sequences", "tokens", "attended_pairs"), ("sequences", "tokens", "scored", "attended")
+"""Numbers that a phase of a record has, and those that it has of each kind of sequence, if it tells them apart."""
 LIMITS = {"step": "step", "token": "tokens", "scored": "selection", "attended": "attention"}
 """What takes the time of a term: launches and reading weights, other layers, the selector, attention."""
 
@@ -56,16 +57,16 @@ def read(path: str | Path) -> tuple[list[dict[str, Any]], float]:
         try:
             found = json.loads(line)
             phases = [found["prefill"], found["decode"]]
-            for phase in phases:
-                assert all(phase[name] >= 0 for name in COUNTS) and phase["pairs"].get("dense", 0) >= 0
+            numbers = [phase[name] for phase in phases for name in COUNTS]
+            numbers += [phase["pairs"].get("dense", 0) for phase in phases]
+            numbers += [work[name] for work in found.get("works", {}).values() for name in WORK]
+            if min(numbers) < 0 or (found["record"] == "request" and found["tokens"] < 1):
+                raise ValueError
             if found["record"] == "request":
-                assert found["tokens"] > 0
-                for work in found.get("works", {}).values():
-                    assert all(work[name] >= 0 for name in ("sequences", "tokens", "scored", "attended"))
                 requests.append(found)
             else:
                 steps, sequences = steps + 1, sequences + sum(phase["sequences"] for phase in phases)
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError(
                 f"{path}, line {number}: expected a record of a step or a request, with prefill and decode, got "
                 f"{line.strip()[:200]}"
