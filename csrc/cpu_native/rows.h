@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kPanel = 2 * kWidth;  // lanes of a panel of queries, elements of a panel of values
 
+constexpr float kInfinity = __builtin_inff();
+
 constexpr float kNoScore = -3.40282347e38f;  // a running maximum before the first score
 
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }

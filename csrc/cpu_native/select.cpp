@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "memory.h"
@@ -108,36 +110,31 @@ EntryRange entries_of(const SelectParams& p, int64_t b, int64_t t, int64_t posit
   return range;
 }
 
-// A block of lists and the memory that is found out for it.
+// A block and the memory that is found out for it. Cut into parts for the sake of threads.
 struct Work {
   SelectBlock block;
   std::vector<Run> runs;
   int64_t first_chunk = 0, chunks = 0;
-};
-
-// Blocks of the same rows, whose lists are found among the same places. They take turns, chunk by
-// chunk: what one has read of a page is in a cache when the next reads its own heads there.
-struct Group {
-  std::vector<Work> works;
   int32_t parts = 1;
   std::atomic<int32_t> open_parts{1};
-  int64_t first_part = 0, first_sum = 0;
-
-  int64_t first_chunk() const { return works[0].first_chunk; }
-  int64_t chunks() const { return works[0].chunks; }
+  int64_t first_part = 0, first_sum = 0, first_kept = 0;
 };
 
-// Most memory for the best of a group's lists.
-constexpr int64_t kGroupBytes = 1 << 22;
+// Most memory for the best of a block's lists.
+constexpr int64_t kBestBytes = 1 << 22;
+
+// Most memory of a thread for what is kept of keys. Where more were needed, they are read twice.
+constexpr int64_t kKeptBytes = 1 << 24;
 
 bool lists_agree(const SelectParams& p) { return !p.takes_candidates && !pools_keys(p); }
 
 // Sets what the block's rows select. False if an entry to be scored lies past the page table.
 bool make_block(const SelectParams& p, int64_t sequence, int64_t row, int64_t position,
-                int32_t rows, int32_t list, Work* work) {
+                int32_t rows, int32_t list, int32_t lists, Work* work) {
   SelectBlock& block = work->block;
   block.sequence = sequence;
   block.list = list;
+  block.lists = lists;
   block.rows = rows;
   int64_t last_entry = -1;
   EntryRange places = {INT64_MAX, 0};
@@ -182,7 +179,7 @@ CallStatus find_unpaged(const SelectParams& p) {
       const int64_t position = p.seq_lens[b] - (end - t);
       for (int32_t list = 0; position >= 0 && list < p.lists; ++list) {
         Work work;
-        const bool paged = make_block(p, b, t, position, 1, list, &work);
+        const bool paged = make_block(p, b, t, position, 1, list, 1, &work);
         const SelectRow& row = work.block.row[0];
         if (size_of(row.places) == 0) continue;
         if (!p.takes_candidates) work.runs = {{0, row.entries.low, row.entries.high}};
@@ -240,23 +237,24 @@ class Call {
         kernels_(SPARSE_ATTN_KERNELS_FOR(p.isa, SelectKernels)),
         rows_(cut_rows(p)),
         threads_(has_work_for_threads() ? p.threads : 1) {
-    for (const Rows& rows : rows_) most_rows_ = std::max(most_rows_, rows.rows);
+    for (const Rows& rows : rows_) {
+      most_rows_ = std::max(most_rows_, rows.rows);
+      most_chunks_ = std::max(most_chunks_, ceil_divide(last_entries(rows).high, kChunk));
+    }
     // No list has more units than entries have pages, but for one at either end.
     const int64_t entries = p.keys.max_pages * p.keys.page_size;
     unit_words_ = best_words(p.k, entries + 2 * p.strides);
     block_words_ = p.candidate_k > 0 ? best_words(p.candidate_k, entries + 1) : 0;
     spare_words_ = std::max(unit_words_, block_words_);
-    scratch_bytes_ = kernels_.scratch_bytes(p, most_rows_);
-    sum_floats_ = kernels_.sum_floats(p, most_rows_);
     const bool same_places = !p.takes_candidates || p.candidate_heads == 1;
-    if (same_places && chunks_between_cuts(p) > 0)
-      group_ = static_cast<int32_t>(
-          std::min<int64_t>(p.lists, std::max<int64_t>(kGroupBytes / best_bytes(), 1)));
+    set_lists(same_places ? std::max<int64_t>(kBestBytes / best_bytes(), 1) : 1);
+    const int64_t kept_bytes = most_chunks_ * sizes_.kept_floats * 4;
+    if (kept_bytes > kKeptBytes) set_lists(std::max<int64_t>(lists_ * kKeptBytes / kept_bytes, 1));
   }
 
   // False if an entry has no page.
   bool run() {
-    const int64_t items = static_cast<int64_t>(rows_.size()) * groups_of_rows();
+    const int64_t items = static_cast<int64_t>(rows_.size()) * blocks_of_rows();
     if (items == 0) return true;
     if (threads_ == 1 || items >= 4 * threads_ || chunks_between_cuts(p_) == 0) {
       run_whole(items);
@@ -267,216 +265,215 @@ class Call {
   }
 
  private:
+  // Entries of the last of some rows.
+  EntryRange last_entries(const Rows& rows) const {
+    const int64_t last = rows.rows - 1;
+    return entries_of(p_, rows.sequence, rows.row + last, rows.position + last);
+  }
+
   // Whether the call multiplies at least kLeastWork elements, by what its ranges admit.
   bool has_work_for_threads() const {
     int64_t work = 0;
     for (const Rows& rows : rows_) {
-      const int64_t last = rows.rows - 1;
-      const EntryRange entries =
-          entries_of(p_, rows.sequence, rows.row + last, rows.position + last);
-      work += rows.rows * size_of(entries) * p_.heads * p_.dim;
+      work += rows.rows * size_of(last_entries(rows)) * p_.heads * p_.dim;
       if (work >= kLeastWork) return true;
     }
     return false;
   }
 
+  // Blocks have up to `most` lists.
+  void set_lists(int64_t most) {
+    const int64_t blocks = ceil_divide(p_.lists, most);
+    lists_ = static_cast<int32_t>(ceil_divide(p_.lists, blocks));
+    sizes_ = {};
+    for (int64_t i = 0; i < blocks_of_rows(); ++i) {
+      SelectBlock block;
+      std::tie(block.list, block.lists) = lists_of(i);
+      block.rows = most_rows_;
+      const SelectSizes sizes = kernels_.sizes(p_, block);
+      sizes_.scratch_bytes = std::max(sizes_.scratch_bytes, sizes.scratch_bytes);
+      sizes_.sum_floats = std::max(sizes_.sum_floats, sizes.sum_floats);
+      sizes_.kept_floats = std::max(sizes_.kept_floats, sizes.kept_floats);
+    }
+  }
+
+  int64_t blocks_of_rows() const { return ceil_divide(p_.lists, lists_); }
+
+  // First list and number of lists of block i of some rows.
+  std::pair<int32_t, int32_t> lists_of(int64_t i) const {
+    const int32_t first = static_cast<int32_t>(i) * lists_;
+    return {first, std::min(lists_, p_.lists - first)};
+  }
+
   int64_t best_bytes() const { return most_rows_ * (unit_words_ + block_words_) * 8; }
 
-  int64_t worker_bytes() const { return (scratch_bytes_ + spare_words_ * 8 + 63) / 64 * 64; }
+  int64_t worker_bytes() const { return (sizes_.scratch_bytes + spare_words_ * 8 + 63) / 64 * 64; }
 
-  static char* aligned(char* at) { return at + (64 - reinterpret_cast<uintptr_t>(at) % 64) % 64; }
-
-  int64_t groups_of_rows() const { return ceil_divide(p_.lists, group_); }
-
-  // Item i: groups of the same rows follow each other. Long rows first. False if an entry has no
+  // Item i: blocks of the same rows follow each other. Long rows first. False if an entry has no
   // page.
-  bool make(int64_t item, Group* group) const {
-    const int64_t each = groups_of_rows();
+  bool make(int64_t item, Work* work) const {
+    const int64_t each = blocks_of_rows();
     const Rows& rows = rows_[rows_.size() - 1 - static_cast<size_t>(item / each)];
-    const int32_t first = static_cast<int32_t>(item % each) * group_;
-    group->works.resize(static_cast<size_t>(std::min(group_, p_.lists - first)));
-    bool paged = true;
-    for (size_t i = 0; i < group->works.size(); ++i) {
-      paged = make_block(p_, rows.sequence, rows.row, rows.position, rows.rows,
-                         first + static_cast<int32_t>(i), &group->works[i]) &&
-              paged;
-    }
-    return paged;
+    const auto [first, lists] = lists_of(item % each);
+    return make_block(p_, rows.sequence, rows.row, rows.position, rows.rows, first, lists, work);
   }
 
-  // Calls visit(i, from, to) for work i of the group and chunks [from, to) of [begin, end) until
-  // one is false.
-  template <class Visit>
-  bool for_chunks(const Group& group, int64_t begin, int64_t end, const Visit& visit) const {
-    const int64_t step = group.works.size() > 1 ? chunks_between_cuts(p_) : end - begin;
-    for (int64_t from = begin; from < end;) {
-      const int64_t to = std::min(from / step * step + step, end);
-      for (size_t i = 0; i < group.works.size(); ++i) {
-        if (!visit(i, from, to)) return false;
-      }
-      from = to;
-    }
-    return true;
+  // The best of the first list of a block or of a part of one.
+  RowBest* best_of(std::vector<RowBest>* best, int64_t at) const {
+    return &(*best)[static_cast<size_t>(at * lists_) * kMaxRows];
   }
 
-  // The best of work i, of a group or of a part of one.
-  RowBest* best_of(std::vector<RowBest>* best, int64_t group, size_t i) const {
-    return &(*best)[(static_cast<size_t>(group * group_) + i) * kMaxRows];
-  }
-
-  void open_best(const Group& group, char* memory, std::vector<RowBest>* best, int64_t at) const {
+  void open_best(const Work& work, char* memory, RowBest* best) const {
     auto* words = reinterpret_cast<uint64_t*>(memory);
-    for (size_t i = 0; i < group.works.size(); ++i) {
-      RowBest* to = best_of(best, at, i);
-      const SelectBlock& block = group.works[i].block;
-      for (int32_t r = 0; r < block.rows; ++r) {
-        open(&to[r].units, words, unit_words_, block.row[r].wanted);
+    for (int32_t i = 0; i < work.block.lists; ++i) {
+      for (int32_t r = 0; r < work.block.rows; ++r) {
+        RowBest* to = &best[i * kMaxRows + r];
+        open(&to->units, words, unit_words_, work.block.row[r].wanted);
         words += unit_words_;
-        open(&to[r].blocks, words, block_words_, std::max<int64_t>(p_.candidate_k - 1, 0));
+        open(&to->blocks, words, block_words_, std::max<int64_t>(p_.candidate_k - 1, 0));
         words += block_words_;
       }
     }
   }
 
   void run_whole(int64_t items) {
-    const int64_t sums = (group_ * sum_floats_ * 4 + 63) / 64 * 64;
-    const int64_t bytes = worker_bytes() + sums + (group_ * best_bytes() + 63) / 64 * 64;
+    const int64_t sums = (sizes_.sum_floats * 4 + 63) / 64 * 64;
+    const int64_t most_best = (lists_ * best_bytes() + 63) / 64 * 64;
+    std::vector<Work> works(static_cast<size_t>(threads_));
+    const int64_t kept_bytes = std::min(most_chunks_ * sizes_.kept_floats * 4, kKeptBytes);
+    const int64_t bytes = worker_bytes() + sums + most_best + kept_bytes;
     char* memory = thread_memory(0, bytes * threads_);
-    std::vector<Group> groups(static_cast<size_t>(threads_));
-    std::vector<RowBest> best(static_cast<size_t>(threads_ * group_) * kMaxRows);
+    std::vector<RowBest> all_best(static_cast<size_t>(threads_ * lists_) * kMaxRows);
     parallel_for(items, threads_, [&](int64_t item, int32_t worker) {
       if (failed_.load(std::memory_order_relaxed)) return;
       char* scratch = memory + worker * bytes;
-      auto* spare = reinterpret_cast<uint64_t*>(scratch + scratch_bytes_);
+      auto* spare = reinterpret_cast<uint64_t*>(scratch + sizes_.scratch_bytes);
       auto* running = reinterpret_cast<float*>(scratch + worker_bytes());
-      Group& group = groups[static_cast<size_t>(worker)];
-      bool paged = make(item, &group);
-      const int64_t begin = group.first_chunk(), end = begin + group.chunks();
-      const auto block_of = [&](size_t i) -> const SelectBlock& { return group.works[i].block; };
-      const auto sums_of = [&](size_t i) {
-        return running + static_cast<int64_t>(i) * sum_floats_;
-      };
-      open_best(group, scratch + worker_bytes() + sums, &best, worker);
-      if (paged && sum_floats_ > 0) {
-        for (size_t i = 0; i < group.works.size(); ++i) kernels_.clear(p_, block_of(i), sums_of(i));
-        paged = for_chunks(group, begin, end, [&](size_t i, int64_t from, int64_t to) {
-          return kernels_.sum(p_, block_of(i), from, to, scratch, sums_of(i));
-        });
+      RowBest* best = best_of(&all_best, worker);
+      Work& work = works[static_cast<size_t>(worker)];
+      bool paged = make(item, &work);
+      const SelectBlock& block = work.block;
+      const int64_t begin = work.first_chunk, end = begin + work.chunks;
+      open_best(work, scratch + worker_bytes() + sums, best);
+      float* kept = nullptr;
+      if (work.chunks * sizes_.kept_floats * 4 <= kept_bytes)
+        kept = reinterpret_cast<float*>(scratch + bytes - kept_bytes);
+      if (paged && sizes_.sum_floats > 0) {
+        kernels_.clear(p_, block, running);
+        paged = kernels_.sum(p_, block, begin, end, scratch, kept, running, 0);
       }
-      paged = paged && for_chunks(group, begin, end, [&](size_t i, int64_t from, int64_t to) {
-                return kernels_.score(p_, block_of(i), from, to, scratch, sums_of(i), spare,
-                                      best_of(&best, worker, i));
-              });
+      paged = paged && kernels_.score(p_, block, begin, end, scratch, kept, running, spare, best);
       if (!paged) {
         failed_ = true;
         return;
       }
-      for (size_t i = 0; i < group.works.size(); ++i) {
-        for (int32_t r = 0; r < block_of(i).rows; ++r)
-          write(group.works[i], r, best_of(&best, worker, i) + r, spare);
+      for (int32_t i = 0; i < block.lists; ++i) {
+        for (int32_t r = 0; r < block.rows; ++r) write(work, i, r, best + i * kMaxRows + r, spare);
       }
     });
   }
 
-  // Cuts the places of each group into parts for the sake of threads.
+  // Cuts the places of each block into parts for the sake of threads.
   void run_parts(int64_t items) {
-    std::vector<Group> groups(static_cast<size_t>(items));
+    std::vector<Work> works(static_cast<size_t>(items));
     struct Part {
-      Group* group;
+      Work* work;
       int64_t begin, end;  // chunks
     };
     std::vector<Part> parts;
     int64_t chunks = 0;
     for (int64_t item = 0; item < items; ++item) {
-      if (!make(item, &groups[static_cast<size_t>(item)])) {
+      Work& work = works[static_cast<size_t>(item)];
+      if (!make(item, &work)) {
         failed_ = true;
         return;
       }
-      chunks += groups[static_cast<size_t>(item)].chunks();
+      work.first_kept = chunks;
+      chunks += work.chunks;
     }
     const int64_t grain = chunks_between_cuts(p_);
     const int64_t each = ceil_divide(chunks / (4 * threads_) + 1, grain) * grain;
-    int64_t sums = 0;
-    for (Group& group : groups) {
-      group.first_part = static_cast<int64_t>(parts.size());
-      group.first_sum = sums;
-      const int64_t end = group.first_chunk() + group.chunks();
-      int64_t begin = group.first_chunk();
+    for (Work& work : works) {
+      work.first_part = static_cast<int64_t>(parts.size());
+      const int64_t end = work.first_chunk + work.chunks;
+      int64_t begin = work.first_chunk;
       do {
         const int64_t next = std::min(begin / each * each + each, end);
-        parts.push_back({&group, begin, next});
+        parts.push_back({&work, begin, next});
         begin = next;
       } while (begin < end);
-      group.parts = static_cast<int32_t>(static_cast<int64_t>(parts.size()) - group.first_part);
-      group.open_parts = group.parts;
-      sums += (group.chunks() + 1) * group_;
+      work.parts = static_cast<int32_t>(static_cast<int64_t>(parts.size()) - work.first_part);
+      work.open_parts = work.parts;
     }
     const int64_t count = static_cast<int64_t>(parts.size());
     const int64_t worker = worker_bytes();
     char* scratch = thread_memory(0, worker * threads_);
-    const int64_t sum_bytes = (sums * sum_floats_ * 4 + 63) / 64 * 64;
-    const int64_t part_bytes = group_ * best_bytes();
-    char* memory = thread_memory(1, sum_bytes + count * part_bytes);
-    auto* all_sums = reinterpret_cast<float*>(memory);
-    std::vector<RowBest> best(static_cast<size_t>(count * group_) * kMaxRows);
-    // Running sums of work i, then those of each of its chunks.
-    const auto sums_of = [&](const Group* group, size_t i, int64_t place) {
-      const int64_t at = static_cast<int64_t>(i) * (group->chunks() + 1) + place;
-      return all_sums + (group->first_sum + at) * sum_floats_;
+    const int64_t part_bytes = lists_ * best_bytes();
+    const int64_t sum_bytes = ((chunks + items) * sizes_.sum_floats * 4 + 63) / 64 * 64;
+    int64_t kept_bytes = chunks * sizes_.kept_floats * 4;
+    const bool keeps = kept_bytes <= kKeptBytes * threads_;
+    if (!keeps) kept_bytes = 0;
+    char* memory = thread_memory(1, kept_bytes + sum_bytes + count * part_bytes);
+    auto* all_sums = reinterpret_cast<float*>(memory + kept_bytes);
+    std::vector<RowBest> best(static_cast<size_t>(count * lists_) * kMaxRows);
+    // Sums of all chunks of a block, then those of each.
+    const auto sums_of = [&](const Work* work, int64_t place) {
+      const int64_t before = work->first_kept + (work - works.data());
+      return all_sums + (before + place) * sizes_.sum_floats;
+    };
+    const auto kept_of = [&](const Part& part) {
+      const int64_t chunk = part.work->first_kept + part.begin - part.work->first_chunk;
+      return keeps ? reinterpret_cast<float*>(memory) + chunk * sizes_.kept_floats : nullptr;
     };
 
-    if (sum_floats_ > 0) {
+    if (sizes_.sum_floats > 0) {
       parallel_for(count, threads_, [&](int64_t n, int32_t w) {
         const Part& part = parts[static_cast<size_t>(n)];
-        Group* group = part.group;
+        Work* work = part.work;
         if (failed_.load(std::memory_order_relaxed)) return;
-        for (int64_t chunk = part.begin; chunk < part.end; ++chunk) {
-          for (size_t i = 0; i < group->works.size(); ++i) {
-            const SelectBlock& block = group->works[i].block;
-            float* to = sums_of(group, i, 1 + chunk - group->first_chunk());
-            kernels_.clear(p_, block, to);
-            if (!kernels_.sum(p_, block, chunk, chunk + 1, scratch + w * worker, to))
-              failed_ = true;
-          }
-        }
-        if (group->open_parts.fetch_sub(1) != 1) return;
-        for (size_t i = 0; i < group->works.size(); ++i) {
-          const SelectBlock& block = group->works[i].block;
-          float* running = sums_of(group, i, 0);
-          kernels_.clear(p_, block, running);
-          for (int64_t c = 0; c < group->chunks(); ++c)
-            kernels_.merge(p_, block, sums_of(group, i, 1 + c), running);
-        }
-        group->open_parts = group->parts;
+        float* first = sums_of(work, 1 + part.begin - work->first_chunk);
+        for (int64_t chunk = part.begin; chunk < part.end; ++chunk)
+          kernels_.clear(p_, work->block, first + (chunk - part.begin) * sizes_.sum_floats);
+        if (!kernels_.sum(p_, work->block, part.begin, part.end, scratch + w * worker,
+                          kept_of(part), first, sizes_.sum_floats))
+          failed_ = true;
+        if (work->open_parts.fetch_sub(1) != 1) return;
+        float* running = sums_of(work, 0);
+        kernels_.clear(p_, work->block, running);
+        for (int64_t c = 0; c < work->chunks; ++c)
+          kernels_.merge(p_, work->block, sums_of(work, 1 + c), running);
       });
     }
     parallel_for(count, threads_, [&](int64_t n, int32_t w) {
       const Part& part = parts[static_cast<size_t>(n)];
-      Group* group = part.group;
       if (failed_.load(std::memory_order_relaxed)) return;
       char* own = scratch + w * worker;
-      auto* spare = reinterpret_cast<uint64_t*>(own + scratch_bytes_);
-      open_best(*group, memory + sum_bytes + n * part_bytes, &best, n);
-      if (!for_chunks(*group, part.begin, part.end, [&](size_t i, int64_t from, int64_t to) {
-            return kernels_.score(p_, group->works[i].block, from, to, own, sums_of(group, i, 0),
-                                  spare, best_of(&best, n, i));
-          })) {
+      auto* spare = reinterpret_cast<uint64_t*>(own + sizes_.scratch_bytes);
+      RowBest* to = best_of(&best, n);
+      open_best(*part.work, memory + kept_bytes + sum_bytes + n * part_bytes, to);
+      if (!kernels_.score(p_, part.work->block, part.begin, part.end, own, kept_of(part),
+                          sums_of(part.work, 0), spare, to))
         failed_ = true;
-        return;
-      }
-      if (group->open_parts.fetch_sub(1) != 1) return;
-      for (size_t i = 0; i < group->works.size(); ++i) {
-        for (int32_t r = 0; r < group->works[i].block.rows; ++r) join_parts(*group, i, r, &best);
-      }
+    });
+    if (failed_) return;
+    const int64_t lists = int64_t{1} * lists_ * most_rows_;
+    parallel_for(items * lists, threads_, [&](int64_t n, int32_t) {
+      const Work& work = works[static_cast<size_t>(n / lists)];
+      const int32_t list = static_cast<int32_t>(n % lists) / most_rows_;
+      const int32_t r = static_cast<int32_t>(n % lists) % most_rows_;
+      if (list < work.block.lists && r < work.block.rows) join_parts(work, list, r, &best);
     });
   }
 
-  // Writes row r of work i from the best of all parts.
-  void join_parts(const Group& group, size_t i, int32_t r, std::vector<RowBest>* best) const {
-    RowBest joined = best_of(best, group.first_part, i)[r];
+  // Writes a list of row r from the best of all parts.
+  void join_parts(const Work& work, int32_t list, int32_t r, std::vector<RowBest>* best) const {
+    const auto of = [&](int32_t part) -> const RowBest& {
+      return best_of(best, work.first_part + part)[list * kMaxRows + r];
+    };
+    RowBest joined = of(0);
     std::vector<uint64_t> units, blocks;
-    for (int32_t n = 0; n < group.parts; ++n) {
-      const RowBest& one = best_of(best, group.first_part + n, i)[r];
+    for (int32_t n = 0; n < work.parts; ++n) {
+      const RowBest& one = of(n);
       units.insert(units.end(), one.units.ranks, one.units.ranks + one.units.size);
       blocks.insert(blocks.end(), one.blocks.ranks, one.blocks.ranks + one.blocks.size);
     }
@@ -485,13 +482,13 @@ class Call {
     joined.units.size = static_cast<int64_t>(units.size());
     joined.blocks.ranks = blocks.data();
     joined.blocks.size = static_cast<int64_t>(blocks.size());
-    write(group.works[i], r, &joined, room.data());
+    write(work, list, r, &joined, room.data());
   }
 
-  // Writes the outputs of one row.
-  void write(const Work& work, int32_t r, RowBest* best, uint64_t* spare) const {
+  // Writes the outputs of one list of a row.
+  void write(const Work& work, int32_t list, int32_t r, RowBest* best, uint64_t* spare) const {
     const SelectRow& row = work.block.row[r];
-    const int64_t at = row.row * p_.lists + work.block.list;
+    const int64_t at = row.row * p_.lists + work.block.list + list;
     fill_empty_list(at);
     int32_t* const indices = p_.indices + at * p_.k;
     float* const values = p_.values ? p_.values + at * p_.k : nullptr;
@@ -546,9 +543,10 @@ class Call {
   const std::vector<Rows> rows_;
   const int32_t threads_;
   int32_t most_rows_ = 1;
-  int32_t group_ = 1;  // lists that are found together
+  int64_t most_chunks_ = 0;
+  int32_t lists_ = 1;  // of a block, which are found together
+  SelectSizes sizes_;  // of the largest block
   int64_t unit_words_, block_words_, spare_words_;
-  int64_t scratch_bytes_, sum_floats_;
   std::atomic<bool> failed_{false};
 };
 

@@ -21,7 +21,7 @@ struct Run {
   int64_t low, high;
 };
 
-// One row's list. A unit is what an index stands for.
+// A row, the same for all lists of a block. A unit is what an index stands for.
 struct SelectRow {
   int64_t row = 0;
   EntryRange entries = {0, 0};  // visible
@@ -34,11 +34,13 @@ struct SelectRow {
   EntryRange places = {0, 0};  // to be scored
 };
 
-// Lists of the same number of neighbouring rows of a sequence. Places of scores are entries; or
-// units, if mean keys are scored; or are counted through `runs`, if the row has candidates.
+// Neighbouring lists of neighbouring rows of a sequence; each list of a row is found among the same
+// places. Places of scores are entries; or units, if mean keys are scored; or are counted through
+// `runs`, if the row has candidates.
 struct SelectBlock {
   int64_t sequence = 0;
-  int32_t list = 0;
+  int32_t list = 0;  // the first
+  int32_t lists = 1;
   int32_t rows = 0;
   SelectRow row[kMaxRows];
   const Run* runs = nullptr;  // null: places are not counted
@@ -58,26 +60,34 @@ struct RowBest {
   Best blocks;  // candidate blocks to return
 };
 
+// What a block needs.
+struct SelectSizes {
+  int64_t scratch_bytes;  // working memory of one thread
+  int64_t sum_floats;     // sums of its softmax; 0: it has none
+  int64_t kept_floats;    // what is kept of a chunk, so that its keys are read once
+};
+
 // The kernels of one instruction set.
 struct SelectKernels {
-  // Bytes of working memory for one thread and blocks of at most `rows` rows, and floats of the
-  // running sums of a block's softmax.
-  int64_t (*scratch_bytes)(const SelectParams& p, int32_t rows);
-  int64_t (*sum_floats)(const SelectParams& p, int32_t rows);
+  // Of a block with such a first list and such numbers of lists and rows.
+  SelectSizes (*sizes)(const SelectParams& p, const SelectBlock& block);
 
-  // Sets the running sums to those of no score.
+  // Sets sums to those of no score.
   void (*clear)(const SelectParams& p, const SelectBlock& block, float* sums);
 
-  // Adds chunks [begin, end) of places to the running sums. False if an entry has no page.
+  // Adds those of chunks [begin, end) of places to sums, which lie `step` floats apart. `kept`:
+  // room for what is kept of these chunks, or null. False if an entry has no page.
   bool (*sum)(const SelectParams& p, const SelectBlock& block, int64_t begin, int64_t end,
-              char* scratch, float* sums);
+              char* scratch, float* kept, float* sums, int64_t step);
 
-  // Adds running sums to those of earlier places.
+  // Adds sums to those of earlier places.
   void (*merge)(const SelectParams& p, const SelectBlock& block, float* from, float* sums);
 
-  // Scores chunks [begin, end) of places. False if an entry has no page.
+  // Scores chunks [begin, end) of places: list i of row r for best[i * kMaxRows + r]. `kept`: what
+  // `sum` has left there, or null. Gives the same bits with and without. False if an entry has no
+  // page.
   bool (*score)(const SelectParams& p, const SelectBlock& block, int64_t begin, int64_t end,
-                char* scratch, float* sums, uint64_t* spare, RowBest* best);
+                char* scratch, float* kept, const float* sums, uint64_t* spare, RowBest* best);
 };
 
 extern const SelectKernels kPortableSelectKernels;

@@ -231,6 +231,14 @@ SPARSE_ATTN_INLINE FourFloats add_fours(FourFloats sum, Floats x) {
   return sum;
 }
 
+// The largest of lanes whose numbers agree modulo 4, and of `most`, which is no NaN.
+SPARSE_ATTN_INLINE FourFloats max_fours(FourFloats most, Floats x) {
+  FourFloats four[kWidth / 4];
+  memcpy(four, &x, sizeof(x));
+  for (int i = 0; i < kWidth / 4; ++i) most = four[i] > most ? four[i] : most;
+  return most;
+}
+
 // kWidth bytes at p.
 SPARSE_ATTN_INLINE Ints load_bytes(const char* p) {
 #if defined(__AVX512F__)

@@ -10,8 +10,6 @@ namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
 namespace {
 
-constexpr float kInfinity = __builtin_inff();
-
 // Running state of a vector of lanes, or of one lane. `alpha` is what earlier sums of the chunk are
 // to be scaled by.
 struct LaneState {
