@@ -48,7 +48,9 @@ OTHER_ISAS = "".join(
 INCLUDED_BY = {"../common/encode.h": ["entry_portable.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
 INCLUDED_BY |= {"plane.h": ["arguments.cpp"], "../common/layout.h": ["arguments.cpp", "entry.cpp"]}
 INCLUDED_BY |= {"convert.h": ["attend_portable.cpp", "select_portable.cpp", "entry_portable.cpp"]}
-INCLUDED_BY |= dict.fromkeys(("select_kernel.h", "select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
+INCLUDED_BY |= dict.fromkeys(("select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
+SELECT_HEADERS = ("kernel", "keys", "lanes", "pooling", "products", "softmax", "tiles")
+INCLUDED_BY |= dict.fromkeys((f"select_{name}.h" for name in SELECT_HEADERS), ["select_portable.cpp"])
 
 # probe: what notices the fault
 LINES, NAN, POOL, HOSTILE, LONG, SELECT = "lines", "nan", "pool", "hostile", "long", "select"
@@ -138,13 +140,21 @@ FAULTS = [
     ("a buffer is cut too far", "best.cpp", "rank >= last", "rank > last", SELECT),
     ("no ReLU", "select_kernel.h", "max(Floats{}, x), sum", "x, sum", SELECT),
     ("rows of a block share a range", "select_kernel.h", "block_.row[r].places;", "block_.places;", SELECT),
-    ("products are not rounded", "select_kernel.h", "store(to + j, round_to_bf16(load(to + j)));", ";", SELECT),
-    ("chunks of the softmax forgotten", "select_kernel.h", "from.sum[lane] * exp2(m1 - m)", "0", SELECT),
-    ("NaN in the softmax", "select_kernel.h", "& (y == y) ? y : hidden", "? y : hidden", SELECT),
-    ("last unit forgotten", "select_kernel.h", "units_[r].finish(spare);", "", SELECT),
-    ("each entry once in a sum", "select_kernel.h", "static_cast<double>(high - low);", "1;", SELECT),
-    ("mean of too many", "select_kernel.h", "end < entries.high ? end : entries.high", "end", SELECT),
-    ("index scale dropped", "select_kernel.h", "if (scales_rows()) key_scale_", "if (false) key_scale_", SELECT),
+    ("products are not rounded", "select_products.h", "store(to + j, round_to_bf16(load(to + j)));", ";", SELECT),
+    ("tiles of the softmax forgotten", "select_softmax.h", "load(from.sum + lane) * exp2(m1 - m)", "Floats{}", SELECT),
+    ("NaN in the softmax", "select_softmax.h", "e == e ? e : Floats{}", "e", SELECT),
+    ("maximum of a tile taken for the row's", "select_softmax.h", "broadcast(1.0f) : exp2(m - row)",
+     "broadcast(1.0f) : broadcast(1.0f)", SELECT),
+    ("places that a row does not see are in its sum", "select_softmax.h", "sees(lane, n) ? counted : Floats{}",
+     "counted", SELECT),
+    ("what is kept of the first tile", "select_kernel.h", "kept + (tile_->base / kTile - begin * (kChunk / kTile))",
+     "kept + 0", SELECT),
+    ("lanes of the first heads", "select_lanes.h", "segment.lane + r * segment.heads", "r * segment.heads", SELECT),
+    ("first row's queries for all", "select_lanes.h", "segment.lane + r * segment.heads", "segment.lane", SELECT),
+    ("last unit forgotten", "select_kernel.h", "units_[at].finish(spare);", "", SELECT),
+    ("each entry once in a sum", "select_pooling.h", "static_cast<double>(high - low);", "1;", SELECT),
+    ("mean of too many", "select_keys.h", "end < entries.high ? end : entries.high", "end", SELECT),
+    ("index scale dropped", "select_keys.h", "if (scales_rows()) {", "if (false) {", SELECT),
     ("halves of a byte swapped", "simd.h", ">> 4 * (i % 2) & 15", ">> 4 * (1 - i % 2) & 15", PACKED),
     ("scale of the neighbouring group", "convert.h", "* scales.of(i / group));", "* scales.of(i / group ^ 1));",
      PACKED),
@@ -158,8 +168,7 @@ FAULTS = [
     ("rope elements at the start of the row", "attend_kernel.h", "rope.dim, to + plane.k.dim", "rope.dim, to", PACKED),
     ("an index of every group takes the first's scale", "convert.h", "* scales.of(i / group));", "* scales.of(0));",
      PACKED_SELECT),
-    ("scale of a planar index row dropped", "select_kernel.h", "if (scales_rows()) key_scale_", "if (false) key_scale_",
-     PACKED_SELECT),
+    ("scale of a planar index row dropped", "select_keys.h", "if (scales_rows()) {", "if (false) {", PACKED_SELECT),
     ("budgets of rows ignored", "select.cpp", "p.row_k ? std::min", "false ? std::min", SELECT),
     ("candidates of the first list", "select.cpp", "(p.candidate_heads > 1 ? list : 0)", "0", SELECT),
     ("candidates listed twice", "select.cpp", "blocks.erase(std::unique(", "if (false) blocks.erase(std::unique(",

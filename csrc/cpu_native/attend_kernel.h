@@ -422,7 +422,8 @@ class Attention {
     constexpr int kRows = 2 * kQkRows / kVectors;
     for (int n = tile.first / kRows * kRows; n < tile.last; n += kRows) {
       prefetcher_.step();
-      qk_fours<Mode, kRows, kVectors>(rows + n, dim, q, adds, scores_ + n, kTile);
+      NoFetcher none;
+      qk_fours<Mode, kRows, kVectors>(rows + n, dim, q, adds, scores_ + n, kTile, none);
     }
   }
 

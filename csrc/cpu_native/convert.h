@@ -42,16 +42,18 @@ SPARSE_ATTN_INLINE Floats load_rest(const char* row, int32_t count) {
   return load_as_floats<kFrom>(rest);
 }
 
+template <Number kFrom>
+inline void convert_row(const char* row, int32_t dim, float* to) {
+  int32_t i = 0;
+  for (; i + kWidth <= dim; i += kWidth)
+    store(to + i, load_as_floats<kFrom>(row + bytes_of(kFrom, i)));
+  if (i == dim) return;
+  const Floats x = load_rest<kFrom>(row + bytes_of(kFrom, i), dim - i);
+  for (int j = 0; i + j < dim; ++j) to[i + j] = x[j];
+}
+
 inline void convert_row(Number from, const char* row, int32_t dim, float* to) {
-  with_type(from, [=](auto type) {
-    constexpr Number kFrom = type;
-    int32_t i = 0;
-    for (; i + kWidth <= dim; i += kWidth)
-      store(to + i, load_as_floats<kFrom>(row + bytes_of(kFrom, i)));
-    if (i == dim) return;
-    const Floats x = load_rest<kFrom>(row + bytes_of(kFrom, i), dim - i);
-    for (int j = 0; i + j < dim; ++j) to[i + j] = x[j];
-  });
+  with_type(from, [=](auto type) { convert_row<type>(row, dim, to); });
 }
 
 // Most groups of a row that have a scale each.
@@ -122,24 +124,51 @@ SPARSE_ATTN_INLINE void look_up_e4m3(const E4m3Magnitudes& magnitudes, const cha
   x[1] = _mm512_unpackhi_epi8(low, high);
 }
 
+// Upper halves of numbers that all are numbers of bf16: of `low`, then of `high`.
+template <int... kElement>
+SPARSE_ATTN_INLINE Floats upper_halves(Floats low, Floats high,
+                                       std::integer_sequence<int, kElement...>) {
+  return (Floats)__builtin_shufflevector((Shorts)low, (Shorts)high, (2 * kElement + 1)...);
+}
+
+SPARSE_ATTN_INLINE Floats upper_halves(Floats low, Floats high) {
+  return upper_halves(low, high, std::make_integer_sequence<int, kPair>());
+}
+
+// Numbers of a table by the kPair codes of four bits at p, the one of even index in the low half of
+// each byte.
+SPARSE_ATTN_INLINE __m512i look_up_nibbles(const char* p, __m512i table) {
+  __m512i x = (__m512i)load_bytes(p);
+  x = _mm512_or_si512(x, _mm512_slli_epi32(x, 12));
+  return _mm512_permutexvar_epi16(_mm512_and_si512(x, _mm512_set1_epi16(15)), table);
+}
+
 // To bf16, from a type whose numbers all are numbers of bf16.
+template <Number kFrom>
+inline void convert_row(const char* row, int32_t dim, uint16_t* to) {
+  const auto load = [=](int32_t i) { return load_as_floats<kFrom>(row + bytes_of(kFrom, i)); };
+  int32_t i = 0;
+  if constexpr (kFrom == Number::kInt4) {
+    const Floats numbers = load_as_floats<kFrom>("\x10\x32\x54\x76\x98\xba\xdc\xfe");
+    const __m512i table = (__m512i)upper_halves(numbers, numbers);
+    for (; i + kPair <= dim; i += kPair)
+      _mm512_storeu_si512(to + i, look_up_nibbles(row + i / 2, table));
+  }
+  for (; kFrom == Number::kE4m3 && i + 2 * kPair <= dim; i += 2 * kPair) {
+    __m512i x[2];
+    look_up_e4m3(kE4m3, row + i, x);
+    for (int j = 0; j < 2; ++j) _mm512_storeu_si512(to + i + j * kPair, x[j]);
+  }
+  for (; i + kPair <= dim; i += kPair) store(to + i, upper_halves(load(i), load(i + kWidth)));
+  for (; i < dim; i += kWidth) {
+    const Floats x =
+        load_rest<kFrom>(row + bytes_of(kFrom, i), dim - i < kWidth ? dim - i : kWidth);
+    for (int j = 0; j < kWidth && i + j < dim; ++j) to[i + j] = float_to_bf16(x[j]);
+  }
+}
+
 inline void convert_row(Number from, const char* row, int32_t dim, uint16_t* to) {
-  with_type(from, [=](auto type) {
-    constexpr Number kFrom = type;
-    const auto load = [=](int32_t i) { return load_as_floats<kFrom>(row + bytes_of(kFrom, i)); };
-    int32_t i = 0;
-    for (; kFrom == Number::kE4m3 && i + 2 * kPair <= dim; i += 2 * kPair) {
-      __m512i x[2];
-      look_up_e4m3(kE4m3, row + i, x);
-      for (int j = 0; j < 2; ++j) _mm512_storeu_si512(to + i + j * kPair, x[j]);
-    }
-    for (; i + kPair <= dim; i += kPair) store(to + i, join_bf16(load(i), load(i + kWidth)));
-    for (; i < dim; i += kWidth) {
-      const Floats x =
-          load_rest<kFrom>(row + bytes_of(kFrom, i), dim - i < kWidth ? dim - i : kWidth);
-      for (int j = 0; j < kWidth && i + j < dim; ++j) to[i + j] = float_to_bf16(x[j]);
-    }
-  });
+  with_type(from, [=](auto type) { convert_row<type>(row, dim, to); });
 }
 
 // Whether every scale is a power of two, and such that no product leaves the normal numbers.

@@ -165,14 +165,19 @@ SPARSE_ATTN_APART void qk_few(const char* const* rows, int32_t dim, const float*
   for (int lane = 0; lane < kLanes; ++lane) store(s + lane * ld, sum[lane]);
 }
 
+// Fetches nothing.
+struct NoFetcher {
+  void step() {}
+};
+
 // Scores of kRows keys against the lanes of kVectors vectors, each of kWidth / 4 lanes with four
 // steps side by side: s[lane * ld + key], added to what is there if `adds`. `q` is
 // [ceil(steps / 4)][kVectors][kWidth], zeros after the last step. One load of a key serves four
 // steps, where `qk` would load four times for the lanes of a single vector. Steps whose numbers
-// agree modulo 4 are summed, then these four sums.
-template <class Mode, int kRows, int kVectors>
+// agree modulo 4 are summed, then these four sums. `fetcher.step()` is called between products.
+template <class Mode, int kRows, int kVectors, class Fetcher>
 SPARSE_ATTN_APART void qk_fours(const char* const* rows, int32_t dim, const float* q, bool adds,
-                                float* s, int64_t ld) {
+                                float* s, int64_t ld, Fetcher& fetcher) {
   static_assert(kRows % 4 == 0, "sums of four rows are transposed");
   Floats sum[kRows][kVectors] = {};
   const char* row[kRows];
@@ -190,7 +195,10 @@ SPARSE_ATTN_APART void qk_fours(const char* const* rows, int32_t dim, const floa
     }
   };
   const int32_t whole = dim / (4 * Mode::kGroup);
-  for (int32_t k = 0; k < whole; ++k) add(row, 16 * k, q + k * kVectors * kWidth);
+  for (int32_t k = 0; k < whole; ++k) {
+    fetcher.step();
+    add(row, 16 * k, q + k * kVectors * kWidth);
+  }
   const int32_t rest = dim - whole * 4 * Mode::kGroup;  // elements
   if (rest > 0) {
     char last[kRows][16] = {};

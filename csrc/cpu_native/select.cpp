@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -21,6 +22,8 @@ namespace {
 constexpr int64_t kLeastWork = 1 << 21;
 
 int64_t ceil_divide(int64_t x, int64_t by) { return x / by + (x % by != 0); }
+
+int64_t round_up(int64_t x, int64_t to) { return ceil_divide(x, to) * to; }
 
 int64_t size_of(const EntryRange& range) { return range.high - range.low; }
 
@@ -110,14 +113,37 @@ EntryRange entries_of(const SelectParams& p, int64_t b, int64_t t, int64_t posit
   return range;
 }
 
-// A block and the memory that is found out for it. Cut into parts for the sake of threads.
+// A block and the memory that is found out for it.
 struct Work {
   SelectBlock block;
   std::vector<Run> runs;
   int64_t first_chunk = 0, chunks = 0;
-  int32_t parts = 1;
-  std::atomic<int32_t> open_parts{1};
-  int64_t first_part = 0, first_sum = 0, first_kept = 0;
+  int64_t chunks_before = 0;  // of the works before it
+  int32_t parts = 1;          // into which its places are cut for the sake of threads
+  int64_t first_part = 0;
+  std::atomic<int32_t> open_parts{1};  // of its present stage
+  std::atomic<int32_t> stage{0};
+
+  // Waits for an earlier stage's parts. Other threads have begun them: tasks begin in order.
+  void await(int32_t wanted) const {
+    while (stage.load(std::memory_order_acquire) < wanted) std::this_thread::yield();
+  }
+
+  // Ends a part. `last` is called before the stage ends.
+  template <class Last>
+  void end_part(const Last& last) {
+    if (open_parts.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    last();
+    open_parts = parts;
+    stage.fetch_add(1, std::memory_order_release);
+  }
+};
+
+// Chunks of some of a work's lists.
+struct Part {
+  Work* work;
+  int32_t list, lists;
+  int64_t begin, end;
 };
 
 // Most memory for the best of a block's lists.
@@ -125,6 +151,9 @@ constexpr int64_t kBestBytes = 1 << 22;
 
 // Most memory of a thread for what is kept of keys. Where more were needed, they are read twice.
 constexpr int64_t kKeptBytes = 1 << 24;
+
+// Bytes of working memory that a thread keeps for its next call.
+constexpr int64_t kMostRetainedBytes = 1 << 26;
 
 bool lists_agree(const SelectParams& p) { return !p.takes_candidates && !pools_keys(p); }
 
@@ -261,6 +290,7 @@ class Call {
     } else {
       run_parts(items);
     }
+    for (int slot : {0, 1}) release_thread_memory(slot, kMostRetainedBytes);
     return !failed_;
   }
 
@@ -307,7 +337,7 @@ class Call {
 
   int64_t best_bytes() const { return most_rows_ * (unit_words_ + block_words_) * 8; }
 
-  int64_t worker_bytes() const { return (sizes_.scratch_bytes + spare_words_ * 8 + 63) / 64 * 64; }
+  int64_t worker_bytes() const { return round_up(sizes_.scratch_bytes + spare_words_ * 8, 64); }
 
   // Item i: blocks of the same rows follow each other. Long rows first. False if an entry has no
   // page.
@@ -318,17 +348,12 @@ class Call {
     return make_block(p_, rows.sequence, rows.row, rows.position, rows.rows, first, lists, work);
   }
 
-  // The best of the first list of a block or of a part of one.
-  RowBest* best_of(std::vector<RowBest>* best, int64_t at) const {
-    return &(*best)[static_cast<size_t>(at * lists_) * kMaxRows];
-  }
-
-  void open_best(const Work& work, char* memory, RowBest* best) const {
+  void open_best(const SelectBlock& block, int32_t lists, char* memory, RowBest* best) const {
     auto* words = reinterpret_cast<uint64_t*>(memory);
-    for (int32_t i = 0; i < work.block.lists; ++i) {
-      for (int32_t r = 0; r < work.block.rows; ++r) {
+    for (int32_t i = 0; i < lists; ++i) {
+      for (int32_t r = 0; r < block.rows; ++r) {
         RowBest* to = &best[i * kMaxRows + r];
-        open(&to->units, words, unit_words_, work.block.row[r].wanted);
+        open(&to->units, words, unit_words_, block.row[r].wanted);
         words += unit_words_;
         open(&to->blocks, words, block_words_, std::max<int64_t>(p_.candidate_k - 1, 0));
         words += block_words_;
@@ -337,8 +362,8 @@ class Call {
   }
 
   void run_whole(int64_t items) {
-    const int64_t sums = (sizes_.sum_floats * 4 + 63) / 64 * 64;
-    const int64_t most_best = (lists_ * best_bytes() + 63) / 64 * 64;
+    const int64_t sums = round_up(sizes_.sum_floats * 4, 64);
+    const int64_t most_best = round_up(lists_ * best_bytes(), 64);
     std::vector<Work> works(static_cast<size_t>(threads_));
     const int64_t kept_bytes = std::min(most_chunks_ * sizes_.kept_floats * 4, kKeptBytes);
     const int64_t bytes = worker_bytes() + sums + most_best + kept_bytes;
@@ -349,12 +374,12 @@ class Call {
       char* scratch = memory + worker * bytes;
       auto* spare = reinterpret_cast<uint64_t*>(scratch + sizes_.scratch_bytes);
       auto* running = reinterpret_cast<float*>(scratch + worker_bytes());
-      RowBest* best = best_of(&all_best, worker);
+      RowBest* best = &all_best[static_cast<size_t>(worker * lists_) * kMaxRows];
       Work& work = works[static_cast<size_t>(worker)];
       bool paged = make(item, &work);
       const SelectBlock& block = work.block;
       const int64_t begin = work.first_chunk, end = begin + work.chunks;
-      open_best(work, scratch + worker_bytes() + sums, best);
+      open_best(block, block.lists, scratch + worker_bytes() + sums, best);
       float* kept = nullptr;
       if (work.chunks * sizes_.kept_floats * 4 <= kept_bytes)
         kept = reinterpret_cast<float*>(scratch + bytes - kept_bytes);
@@ -362,7 +387,8 @@ class Call {
         kernels_.clear(p_, block, running);
         paged = kernels_.sum(p_, block, begin, end, scratch, kept, running, 0);
       }
-      paged = paged && kernels_.score(p_, block, begin, end, scratch, kept, running, spare, best);
+      paged = paged && kernels_.score(p_, block, 0, block.lists, begin, end, scratch, kept, running,
+                                      spare, best);
       if (!paged) {
         failed_ = true;
         return;
@@ -373,14 +399,9 @@ class Call {
     });
   }
 
-  // Cuts the places of each block into parts for the sake of threads.
+  // Cuts each block into parts for the sake of threads.
   void run_parts(int64_t items) {
     std::vector<Work> works(static_cast<size_t>(items));
-    struct Part {
-      Work* work;
-      int64_t begin, end;  // chunks
-    };
-    std::vector<Part> parts;
     int64_t chunks = 0;
     for (int64_t item = 0; item < items; ++item) {
       Work& work = works[static_cast<size_t>(item)];
@@ -388,87 +409,127 @@ class Call {
         failed_ = true;
         return;
       }
-      work.first_kept = chunks;
+      work.chunks_before = chunks;
       chunks += work.chunks;
     }
+    const std::vector<Part> parts = cut_places(&works, chunks);
+    const int64_t worker = worker_bytes();
+    char* scratch = thread_memory(0, worker * threads_);
+    const int64_t floats = chunks * sizes_.kept_floats;
+    const bool keeps = floats > 0 && floats * 4 <= kKeptBytes * threads_;
+    const bool by_list = keeps && items * lists_ >= threads_;
+    const int64_t kept_floats = keeps ? floats : 0;
+    const int64_t sum_floats = round_up((chunks + items) * sizes_.sum_floats, 16);
+    const std::vector<Part> scored = by_list ? cut_lists(&works) : parts;
+    const auto count = static_cast<int64_t>(scored.size());
+    const int64_t part_lists = by_list ? 1 : lists_;
+    auto* kept = reinterpret_cast<float*>(
+        thread_memory(1, (kept_floats + sum_floats) * 4 + count * part_lists * best_bytes()));
+    float* sums = kept + kept_floats;
+    char* memory = reinterpret_cast<char*>(sums + sum_floats);
+    std::vector<RowBest> best(static_cast<size_t>(count * part_lists) * kMaxRows);
+    const auto kept_of = [&](const Part& part) {
+      const int64_t chunk = part.work->chunks_before + part.begin - part.work->first_chunk;
+      return keeps ? kept + chunk * sizes_.kept_floats : nullptr;
+    };
+    // Sums of all chunks of a work, which those of each follow.
+    const auto sums_of = [&](const Work& work) {
+      return sums + (work.chunks_before + (&work - works.data())) * sizes_.sum_floats;
+    };
+
+    const auto score = [&](const Part& part, char* scratch_of_thread, char* words, RowBest* to) {
+      const SelectBlock& block = part.work->block;
+      auto* spare = reinterpret_cast<uint64_t*>(scratch_of_thread + sizes_.scratch_bytes);
+      open_best(block, part.lists, words, to);
+      if (!kernels_.score(p_, block, part.list, part.lists, part.begin, part.end, scratch_of_thread,
+                          kept_of(part), sums_of(*part.work), spare, to))
+        failed_ = true;
+      for (int32_t r = 0; by_list && !failed_ && r < block.rows; ++r)
+        write(*part.work, part.list, r, &to[r], spare);
+    };
+
+    // One region for all stages: a busy neighbour delays each region's end.
+    const int64_t summing = sizes_.sum_floats > 0 ? static_cast<int64_t>(parts.size()) : 0;
+    const int32_t summed = summing > 0;
+    const int64_t lists = int64_t{1} * lists_ * most_rows_;
+    parallel_for(summing + count + (by_list ? 0 : items * lists), threads_,
+                 [&](int64_t n, int32_t w) {
+                   char* own = scratch + w * worker;
+                   if (n < summing) {
+                     const Part& part = parts[static_cast<size_t>(n)];
+                     add_sums(part, own, kept_of(part), sums_of(*part.work));
+                   } else if ((n -= summing) < count) {
+                     const Part& part = scored[static_cast<size_t>(n)];
+                     part.work->await(summed);
+                     if (!failed_)
+                       score(part, own, memory + n * part_lists * best_bytes(),
+                             &best[static_cast<size_t>(n * part_lists) * kMaxRows]);
+                     if (!by_list) part.work->end_part([] {});
+                   } else {
+                     n -= count;
+                     const Work& work = works[static_cast<size_t>(n / lists)];
+                     const int32_t list = static_cast<int32_t>(n % lists) / most_rows_;
+                     const int32_t r = static_cast<int32_t>(n % lists) % most_rows_;
+                     work.await(summed + 1);
+                     if (!failed_ && list < work.block.lists && r < work.block.rows)
+                       join_parts(work, list, r, &best);
+                   }
+                 });
+  }
+
+  // All lists of each work, its places cut into parts.
+  std::vector<Part> cut_places(std::vector<Work>* works, int64_t chunks) const {
+    std::vector<Part> parts;
     const int64_t grain = chunks_between_cuts(p_);
-    const int64_t each = ceil_divide(chunks / (4 * threads_) + 1, grain) * grain;
-    for (Work& work : works) {
+    const int64_t each = round_up(chunks / (4 * threads_) + 1, grain);
+    for (Work& work : *works) {
       work.first_part = static_cast<int64_t>(parts.size());
       const int64_t end = work.first_chunk + work.chunks;
       int64_t begin = work.first_chunk;
       do {
         const int64_t next = std::min(begin / each * each + each, end);
-        parts.push_back({&work, begin, next});
+        parts.push_back({&work, 0, work.block.lists, begin, next});
         begin = next;
       } while (begin < end);
       work.parts = static_cast<int32_t>(static_cast<int64_t>(parts.size()) - work.first_part);
       work.open_parts = work.parts;
     }
-    const int64_t count = static_cast<int64_t>(parts.size());
-    const int64_t worker = worker_bytes();
-    char* scratch = thread_memory(0, worker * threads_);
-    const int64_t part_bytes = lists_ * best_bytes();
-    const int64_t sum_bytes = ((chunks + items) * sizes_.sum_floats * 4 + 63) / 64 * 64;
-    int64_t kept_bytes = chunks * sizes_.kept_floats * 4;
-    const bool keeps = kept_bytes <= kKeptBytes * threads_;
-    if (!keeps) kept_bytes = 0;
-    char* memory = thread_memory(1, kept_bytes + sum_bytes + count * part_bytes);
-    auto* all_sums = reinterpret_cast<float*>(memory + kept_bytes);
-    std::vector<RowBest> best(static_cast<size_t>(count * lists_) * kMaxRows);
-    // Sums of all chunks of a block, then those of each.
-    const auto sums_of = [&](const Work* work, int64_t place) {
-      const int64_t before = work->first_kept + (work - works.data());
-      return all_sums + (before + place) * sizes_.sum_floats;
-    };
-    const auto kept_of = [&](const Part& part) {
-      const int64_t chunk = part.work->first_kept + part.begin - part.work->first_chunk;
-      return keeps ? reinterpret_cast<float*>(memory) + chunk * sizes_.kept_floats : nullptr;
-    };
+    return parts;
+  }
 
-    if (sizes_.sum_floats > 0) {
-      parallel_for(count, threads_, [&](int64_t n, int32_t w) {
-        const Part& part = parts[static_cast<size_t>(n)];
-        Work* work = part.work;
-        if (failed_.load(std::memory_order_relaxed)) return;
-        float* first = sums_of(work, 1 + part.begin - work->first_chunk);
-        for (int64_t chunk = part.begin; chunk < part.end; ++chunk)
-          kernels_.clear(p_, work->block, first + (chunk - part.begin) * sizes_.sum_floats);
-        if (!kernels_.sum(p_, work->block, part.begin, part.end, scratch + w * worker,
-                          kept_of(part), first, sizes_.sum_floats))
-          failed_ = true;
-        if (work->open_parts.fetch_sub(1) != 1) return;
-        float* running = sums_of(work, 0);
-        kernels_.clear(p_, work->block, running);
-        for (int64_t c = 0; c < work->chunks; ++c)
-          kernels_.merge(p_, work->block, sums_of(work, 1 + c), running);
-      });
+  // All places of each list: what is kept of keys needs none of their neighbours.
+  static std::vector<Part> cut_lists(std::vector<Work>* works) {
+    std::vector<Part> parts;
+    for (Work& work : *works) {
+      for (int32_t list = 0; list < work.block.lists; ++list)
+        parts.push_back({&work, list, 1, work.first_chunk, work.first_chunk + work.chunks});
     }
-    parallel_for(count, threads_, [&](int64_t n, int32_t w) {
-      const Part& part = parts[static_cast<size_t>(n)];
-      if (failed_.load(std::memory_order_relaxed)) return;
-      char* own = scratch + w * worker;
-      auto* spare = reinterpret_cast<uint64_t*>(own + sizes_.scratch_bytes);
-      RowBest* to = best_of(&best, n);
-      open_best(*part.work, memory + kept_bytes + sum_bytes + n * part_bytes, to);
-      if (!kernels_.score(p_, part.work->block, part.begin, part.end, own, kept_of(part),
-                          sums_of(part.work, 0), spare, to))
-        failed_ = true;
-    });
-    if (failed_) return;
-    const int64_t lists = int64_t{1} * lists_ * most_rows_;
-    parallel_for(items * lists, threads_, [&](int64_t n, int32_t) {
-      const Work& work = works[static_cast<size_t>(n / lists)];
-      const int32_t list = static_cast<int32_t>(n % lists) / most_rows_;
-      const int32_t r = static_cast<int32_t>(n % lists) % most_rows_;
-      if (list < work.block.lists && r < work.block.rows) join_parts(work, list, r, &best);
+    return parts;
+  }
+
+  // Leaves the sums of a part's chunks after those of its work, to which the last part adds all.
+  void add_sums(const Part& part, char* scratch, float* kept, float* sums) {
+    Work* work = part.work;
+    const auto of = [&](int64_t chunk) {
+      return sums + (1 + chunk - work->first_chunk) * sizes_.sum_floats;
+    };
+    for (int64_t chunk = part.begin; chunk < part.end; ++chunk)
+      kernels_.clear(p_, work->block, of(chunk));
+    if (!kernels_.sum(p_, work->block, part.begin, part.end, scratch, kept, of(part.begin),
+                      sizes_.sum_floats))
+      failed_ = true;
+    work->end_part([&] {
+      kernels_.clear(p_, work->block, sums);
+      for (int64_t chunk = work->first_chunk; chunk < work->first_chunk + work->chunks; ++chunk)
+        kernels_.merge(p_, work->block, of(chunk), sums);
     });
   }
 
   // Writes a list of row r from the best of all parts.
   void join_parts(const Work& work, int32_t list, int32_t r, std::vector<RowBest>* best) const {
     const auto of = [&](int32_t part) -> const RowBest& {
-      return best_of(best, work.first_part + part)[list * kMaxRows + r];
+      const int64_t at = (work.first_part + part) * lists_ + list;
+      return (*best)[static_cast<size_t>(at * kMaxRows + r)];
     };
     RowBest joined = of(0);
     std::vector<uint64_t> units, blocks;

@@ -8,6 +8,8 @@
 // transposed instead, once: products of a key run over heads, and are joined as they come.
 #pragma once
 
+#include <algorithm>
+
 #include "select_keys.h"
 #include "select_pooling.h"
 #include "select_products.h"
@@ -90,15 +92,23 @@ class Scorer {
     return paged;
   }
 
-  bool score(int64_t begin, int64_t end, float* kept, const float* into, uint64_t* spare,
-             RowBest* best) {
+  bool score(int32_t first_list, int32_t lists, int64_t begin, int64_t end, float* kept,
+             const float* into, uint64_t* spare, RowBest* best) {
     prepare();
     const float* maximum = into;
+    const int32_t last_list = first_list + lists;
+    const auto for_lists = [&](const auto& visit) {
+      for (int32_t list = first_list; list < last_list; ++list) {
+        for (int32_t r = 0; r < block_.rows; ++r) visit(list, r);
+      }
+    };
     if (p_.score == Score::kSoftmaxSum) {
       divide_weights(into);
       clear(sums_at(tile_sums_, lanes_.count()), lanes_.count());
     }
-    for_lists([&](int32_t list, int32_t r) { open_pooling(list, r, best); });
+    for_lists([&](int32_t list, int32_t r) {
+      open_pooling(list, r, &best[(list - first_list) * kMaxRows + r]);
+    });
     const bool multiplies = !kept || p_.score != Score::kSoftmaxSum;
     const bool paged = for_tiles(begin, end, multiplies, [&] {
       float* tile_kept = multiplies ? nullptr : kept_of_tile(kept, begin);
@@ -108,6 +118,9 @@ class Scorer {
       }
       for (int32_t i = 0; i < lanes_.teams(); ++i) {
         const Team& team = lanes_.team(i);
+        const int32_t first = std::max(first_list, team.list);
+        const int32_t last = std::min(last_list, team.list + team.lists);
+        if (first >= last) continue;
         float* products = tile_kept ? tile_kept + team.lane * kTile : buffer_;
         if (multiplies) {
           if (!multiply(team, products)) return false;
@@ -117,12 +130,12 @@ class Scorer {
             scale_weights(weights_, tile_sums.maximum, maximum, lanes_.count(), factors_);
           }
         }
-        for (int32_t list = team.list; list < team.list + team.lists; ++list) {
+        for (int32_t list = first; list < last; ++list) {
           for (int32_t r = 0; r < block_.rows; ++r) {
             const EntryRange places = places_in_tile(r);
             if (places.low >= places.high) continue;
             join(team, list, r, products);
-            hand_on(list, r, places, spare, &best[list * kMaxRows + r]);
+            hand_on(list, r, places, spare, &best[(list - first_list) * kMaxRows + r]);
           }
         }
       }
@@ -142,13 +155,6 @@ class Scorer {
   }
 
   bool pools_scores() const { return pools(p_) && !pools_keys(p_); }
-
-  template <class Visit>
-  void for_lists(const Visit& visit) const {
-    for (int32_t list = 0; list < block_.lists; ++list) {
-      for (int32_t r = 0; r < block_.rows; ++r) visit(list, r);
-    }
-  }
 
   float* kept_of_tile(float* kept, int64_t begin) const {
     if (!kept) return nullptr;
@@ -235,13 +241,19 @@ class Scorer {
       tile_ = &tiles[i];
       more = tiles_.next(&tiles[1 - i]);
       if (tiles_.failed()) return false;
-      const int64_t calls = joins_heads(p_)
-                                ? int64_t{1} * block_.lists * block_.rows * kTile / kQkRows
-                                : int64_t{1} * lanes_.segments() * kTile / kKeys;
-      prefetcher_.open(p_, lanes_, more && paged ? &tiles[1 - i] : nullptr, calls);
+      fetcher_.open(p_, lanes_, more && paged ? &tiles[1 - i] : nullptr, steps_of_tile());
       if (!visit()) return false;
     }
     return !tiles_.failed();
+  }
+
+  // How often `fetcher_` is stepped while the keys of a whole tile are multiplied, at least.
+  int64_t steps_of_tile() const {
+    if (joins_heads(p_)) return int64_t{1} * block_.lists * block_.rows * kTile / kQkRows;
+    if (!multiplies_fours_) return int64_t{1} * lanes_.segments() * kTile / kPanel;
+    const int64_t step = 4 * Mode::kGroup;
+    const int64_t vectors = lanes_.count() / kLanes * (kTile / (2 * kQkRows));
+    return vectors * (p_.dim / step) > 0 ? vectors * (p_.dim / step) : 1;
   }
 
   // Products of a team's lanes with the tile, but for heads that are joined. False if an entry has
@@ -251,13 +263,13 @@ class Scorer {
       const Segment& segment = lanes_.segment(i);
       if (pools_keys(p_) && !keys_.pool(*tile_, tiles_, segment.key_head)) return false;
       if (joins_heads(p_)) {
-        keys_.read(*tile_, tile_->first, tile_end(), segment.key_head);
+        for (int n = tile_->first; n < tile_->last; n += kKeys)
+          keys_.read(*tile_, n, segment.key_head);
         return true;
       }
       float* s = products + (segment.lane - team.lane) * kTile;
       for (int n = tile_->first; n < tile_->last; n += kKeys) {
-        prefetcher_.step();
-        if (!pools_keys(p_)) keys_.read(*tile_, n, n + kKeys, segment.key_head);
+        if (!pools_keys(p_)) keys_.read(*tile_, n, segment.key_head);
         if (multiplies_fours_) {
           multiply_fours(segment, n, s + n);
         } else if constexpr (Mode::kGroup == 1) {
@@ -275,8 +287,6 @@ class Scorer {
     return true;
   }
 
-  int tile_end() const { return static_cast<int>(round_up(tile_->last, kKeys)); }
-
   void multiply_fours(const Segment& segment, int n, float* s) {
     const float* q = q_packed_ + segment.lane * steps();
     int32_t lane = 0;
@@ -290,12 +300,14 @@ class Scorer {
     constexpr int kRows = 2 * kQkRows / kVectors;
     static_assert(kKeys % kRows == 0, "keys are multiplied in whole groups");
     for (int i = 0; i < kKeys; i += kRows)
-      qk_fours<Mode, kRows, kVectors>(keys_.rows() + n + i, p_.dim, q, false, s + i, kTile);
+      qk_fours<Mode, kRows, kVectors>(keys_.rows() + n + i, p_.dim, q, false, s + i, kTile,
+                                      fetcher_);
   }
 
   // Rounded products, or bounds, with a panel of keys.
   void multiply_panel(const Segment& segment, int n, float* s) {
     float* const upper = panel_ + kPanel * ld_;
+    fetcher_.step();
     pack_panel(keys_.rows() + n, 0, p_.dim, panel_);
     if (p_.bounds) pack_panel(keys_.rows() + n, p_.dim, p_.dim, upper);
     for (int32_t lane = 0; lane < segment.lanes; lane += kFour, s += kFour * kTile) {
@@ -396,7 +408,7 @@ class Scorer {
     for (int n = tile_->first; n < tile_->last; n += kStep) {
       Floats sum[kStep];
       for (int i = 0; i < kStep; i += kQkRows) {
-        prefetcher_.step();
+        fetcher_.step();
         join(keys_.rows() + n + i, p_.dim, q, heads_ / kPanel, weights_ + lane,
              keys_.scales() + n + i, sum + i);
       }
@@ -429,14 +441,13 @@ class Scorer {
   void open_pooling(int32_t list, int32_t r, RowBest* best) {
     const SelectRow& row = block_.row[r];
     const int32_t at = list * block_.rows + r;
-    RowBest* to = &best[list * kMaxRows + r];
     if (pools_scores())
-      units_[at].open(p_.block, p_.strides, p_.pool == Pool::kSum, row.free, &to->units);
+      units_[at].open(p_.block, p_.strides, p_.pool == Pool::kSum, row.free, &best->units);
     if (p_.candidate_k == 0) return;
     // All blocks but that of the newest unit, which is returned anyhow.
     const EntryRange others = {0,
                                row.units.high > 0 ? (row.units.high - 1) / p_.candidate_block : 0};
-    blocks_[at].open(p_.candidate_block, 1, false, others, &to->blocks);
+    blocks_[at].open(p_.candidate_block, 1, false, others, &best->blocks);
   }
 
   void close_pooling(int32_t list, int32_t r, uint64_t* spare) {
@@ -477,7 +488,7 @@ class Scorer {
   const bool multiplies_fours_;
   SelectKeys<Mode> keys_;
   SelectTiles tiles_;
-  KeyPrefetcher prefetcher_;
+  KeyFetcher fetcher_;
   const SelectTile* tile_ = nullptr;
   int64_t ld_;
   const char** q_;
@@ -543,12 +554,13 @@ bool sum(const SelectParams& p, const SelectBlock& block, int64_t begin, int64_t
   });
 }
 
-bool score(const SelectParams& p, const SelectBlock& block, int64_t begin, int64_t end,
-           char* scratch, float* kept, const float* sums, uint64_t* spare, RowBest* best) {
+bool score(const SelectParams& p, const SelectBlock& block, int32_t first_list, int32_t lists,
+           int64_t begin, int64_t end, char* scratch, float* kept, const float* sums,
+           uint64_t* spare, RowBest* best) {
   Carver carver(scratch);
   return with_mode(p, [&](auto mode) {
     Scorer<decltype(mode)> scorer(p, block, &carver);
-    return scorer.score(begin, end, kept, sums, spare, best);
+    return scorer.score(first_list, lists, begin, end, kept, sums, spare, best);
   });
 }
 

@@ -36,20 +36,31 @@ class SelectKeys {
   const float* scales() const { return scales_; }
   bool scales_rows() const { return p_.keys.k_scale.dim > 0 && p_.keys.group == 0; }
 
-  // Reads keys [from, to) of the tile; zeros stand for unseen ones.
-  void read(const SelectTile& tile, int from, int to, int32_t key_head) {
+  // Reads keys [from, from + kKeys) of the tile; zeros stand for unseen ones.
+  void read(const SelectTile& tile, int from, int32_t key_head) {
     const PagedRows& k = p_.keys.k;
-    for (int n = from; n < to; ++n) {
-      rows_[n] = zeros_;
-      scales_[n] = 1;
-      if (!(tile.seen >> n & 1)) continue;
-      rows_[n] = at(k, tile.place[n], key_head);
-      if (k.type != Mode::kType) {
-        Element* converted = buffer_ + (n & mask_) * ld_;
-        convert(rows_[n], tile.place[n], key_head, converted);
-        rows_[n] = reinterpret_cast<const char*>(converted);
-      }
-      if (scales_rows()) scales_[n] = scale_at(tile.place[n], key_head);
+    const char* data = k.data + key_head * k.head_stride;
+    const uint32_t seen = static_cast<uint32_t>(tile.seen >> from);
+    static_assert(kKeys == 32, "a bit for each");
+    for (int i = 0; i < kKeys; ++i)
+      rows_[from + i] = seen >> i & 1 ? data + tile.key[from + i] : zeros_;
+    if (scales_rows()) {
+      read_scales(tile, from, seen, key_head);
+    } else {
+      for (int i = 0; i < kKeys; ++i) scales_[from + i] = 1;
+    }
+    if (k.type == Mode::kType) return;
+    Element* converted = buffer_ + (from & mask_) * ld_;
+    if (p_.keys.group == 0) {
+      with_type(k.type, [&](auto type) {
+        for (int i = 0; i < kKeys; ++i)
+          convert_row<type>(rows_[from + i], k.dim, converted + i * ld_);
+      });
+    }
+    for (int i = 0; i < kKeys; ++i, converted += ld_) {
+      if (!(seen >> i & 1)) continue;
+      if (p_.keys.group > 0) convert(rows_[from + i], tile.place[from + i], key_head, converted);
+      rows_[from + i] = reinterpret_cast<const char*>(converted);
     }
   }
 
@@ -86,8 +97,27 @@ class SelectKeys {
   typedef typename Mode::Element Element;
 
   static const char* at(const PagedRows& rows, const Place& place, int64_t key_head) {
-    return rows.data + place.page * rows.page_stride + place.offset * rows.entry_stride +
-           key_head * rows.head_stride;
+    return rows.data + offset_of(rows, place) + key_head * rows.head_stride;
+  }
+
+  void read_scales(const SelectTile& tile, int from, uint32_t seen, int32_t key_head) {
+    const PagedRows& scales = p_.keys.k_scale;
+    const char* data = scales.data + key_head * scales.head_stride;
+    const auto read_type = [&](auto number) {
+      decltype(number) numbers[kKeys] = {};
+      for (int i = 0; i < kKeys; ++i) {
+        if (seen >> i & 1) memcpy(numbers + i, data + tile.scale[from + i], sizeof(number));
+      }
+      convert_row(scales.type, reinterpret_cast<const char*>(numbers), kKeys, scales_ + from);
+    };
+    switch (bytes_of(scales.type, 1)) {
+      case 1:
+        return read_type(uint8_t());
+      case 2:
+        return read_type(uint16_t());
+      default:
+        return read_type(uint32_t());
+    }
   }
 
   float scale_at(const Place& place, int64_t key_head) const {
@@ -119,44 +149,68 @@ class SelectKeys {
   alignas(64) float scales_[kTile];
 };
 
-// Spreads fetches of a tile's keys over the products of the tile before.
-class KeyPrefetcher {
+// Fetches the keys of the next tile, a few lines at a time between the products of this one: more
+// at once would fill the buffers that the products' own reads need.
+class KeyFetcher {
  public:
-  // No tile: nothing is fetched. `calls` of `step` are made.
-  void open(const SelectParams& p, const Lanes& lanes, const SelectTile* tile, int64_t calls) {
-    p_ = &p;
-    lanes_ = &lanes;
-    tile_ = tile;
+  // All segments' keys of a tile, spread over `steps` steps. No tile: nothing is fetched.
+  void open(const SelectParams& p, const Lanes& lanes, const SelectTile* tile, int64_t steps) {
+    lines_ = 0;
     if (!tile) return;
+    tile_ = tile;
+    lanes_ = &lanes;
+    rows_ = &p.keys.k;
+    bytes_ = bytes_of(rows_->type, rows_->dim);
+    const bool adjacent = rows_->head_stride == bytes_;
+    const int32_t heads = lanes.segment(lanes.segments() - 1).key_head - first_head() + 1;
+    runs_ = adjacent ? 1 : lanes.segments();
+    if (adjacent) bytes_ *= heads;
+    const int64_t lines = (bytes_ + kLine - 1) / kLine * runs_ * (tile->last - tile->first);
     place_ = tile->first;
-    places_ = (kTile + calls - 1) / calls;
+    run_ = 0;
+    open_run();
+    lines_ = (lines + steps - 1) / steps;
   }
 
-  void step() {
-    if (!tile_) return;
-    const PagedRows& k = p_->keys.k;
-    const int64_t bytes = bytes_of(k.type, k.dim);
-    for (int64_t i = 0; i < places_; ++i, ++place_) {
-      if (place_ >= tile_->last) {
-        tile_ = nullptr;
-        return;
-      }
-      if (!(tile_->seen >> place_ & 1)) continue;
-      const Place& place = tile_->place[place_];
-      const char* entry = k.data + place.page * k.page_stride + place.offset * k.entry_stride;
-      for (int32_t s = 0; s < lanes_->segments(); ++s) {
-        const char* row = entry + lanes_->segment(s).key_head * k.head_stride;
-        for (int64_t at = 0; at < bytes; at += 64) prefetch(row + at);
-      }
+  SPARSE_ATTN_INLINE void step() {
+    for (int64_t i = 0; i < lines_; ++i) {
+      prefetch(at_);
+      at_ += kLine;
+      if (at_ >= end_) next_run();
     }
   }
 
  private:
-  const SelectParams* p_ = nullptr;
-  const Lanes* lanes_ = nullptr;
+  static constexpr int64_t kLine = 64;
+
+  int32_t first_head() const { return lanes_->segment(0).key_head; }
+
+  void open_run() {
+    at_ = rows_->data + tile_->key[place_] + lanes_->segment(run_).key_head * rows_->head_stride;
+    end_ = at_ + bytes_;
+  }
+
+  void next_run() {
+    if (++run_ == runs_) {
+      run_ = 0;
+      do {
+        if (++place_ >= tile_->last) {
+          lines_ = 0;
+          return;
+        }
+      } while (!(tile_->seen >> place_ & 1));
+    }
+    open_run();
+  }
+
   const SelectTile* tile_ = nullptr;
+  const Lanes* lanes_ = nullptr;
+  const PagedRows* rows_ = nullptr;
+  int64_t bytes_ = 0;           // of a run
+  int32_t runs_ = 1, run_ = 0;  // of an entry
   int place_ = 0;
-  int64_t places_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t lines_ = 0;  // of a step
 };
 
 }  // namespace

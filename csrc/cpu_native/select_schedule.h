@@ -83,11 +83,12 @@ struct SelectKernels {
   // Adds sums to those of earlier places.
   void (*merge)(const SelectParams& p, const SelectBlock& block, float* from, float* sums);
 
-  // Scores chunks [begin, end) of places: list i of row r for best[i * kMaxRows + r]. `kept`: what
-  // `sum` has left there, or null. Gives the same bits with and without. False if an entry has no
-  // page.
-  bool (*score)(const SelectParams& p, const SelectBlock& block, int64_t begin, int64_t end,
-                char* scratch, float* kept, const float* sums, uint64_t* spare, RowBest* best);
+  // Scores chunks [begin, end) of places for some of the block's lists: list first_list + i of row
+  // r for best[i * kMaxRows + r]. `kept`: what `sum` has left there, or null. Gives the same bits
+  // with and without. False if an entry has no page.
+  bool (*score)(const SelectParams& p, const SelectBlock& block, int32_t first_list, int32_t lists,
+                int64_t begin, int64_t end, char* scratch, float* kept, const float* sums,
+                uint64_t* spare, RowBest* best);
 };
 
 extern const SelectKernels kPortableSelectKernels;

@@ -21,7 +21,12 @@ struct SelectTile {
   int last;      // follows the last one
   int64_t number[kTile];
   Place place[kTile];
+  int64_t key[kTile], scale[kTile];  // where the first key head's are, in bytes
 };
+
+inline int64_t offset_of(const PagedRows& rows, const Place& place) {
+  return place.page * rows.page_stride + place.offset * rows.entry_stride;
+}
 
 class SelectTiles {
  public:
@@ -84,11 +89,10 @@ class SelectTiles {
   // products.
   bool find_pages(SelectTile* tile) const {
     const PagedRows &k = p_.keys.k, &scales = p_.keys.k_scale;
+    const char* first_key = k.data + key_head_ * k.head_stride;
     const char *key_before = nullptr, *scale_before = nullptr;
-    const auto touch = [&](const PagedRows& rows, const Place& place, const char** before) {
+    const auto touch = [](const char* at, const char** before) {
       constexpr int kPageBits = 12;
-      const char* at = rows.data + place.page * rows.page_stride +
-                       place.offset * rows.entry_stride + key_head_ * rows.head_stride;
       if (reinterpret_cast<uintptr_t>(at) >> kPageBits ==
           reinterpret_cast<uintptr_t>(*before) >> kPageBits)
         return;
@@ -98,8 +102,11 @@ class SelectTiles {
     for (int n = tile->first; n < tile->last; ++n) {
       if (!(tile->seen >> n & 1)) continue;
       if (!pager_.find(tile->number[n], &tile->place[n])) return false;
-      touch(k, tile->place[n], &key_before);
-      if (scales.dim > 0) touch(scales, tile->place[n], &scale_before);
+      tile->key[n] = offset_of(k, tile->place[n]);
+      touch(first_key + tile->key[n], &key_before);
+      if (scales.dim == 0) continue;
+      tile->scale[n] = offset_of(scales, tile->place[n]);
+      touch(scales.data + tile->scale[n], &scale_before);
     }
     return true;
   }
