@@ -190,6 +190,17 @@ def test_infinite_and_missing_numbers_in_long_rows(score: str, threads: int) -> 
     assert run(args, kwargs, threads).counts.item() == 0
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_infinite_score_leaves_other_entries_no_probability(threads: int) -> None:
+    args, kwargs = long(30_000, heads=2, score="softmax_sum", k=100, order="index", return_values=True)
+    args[0].fill_(1)
+    args[4][args[5][0, 100].long(), 3] = INF
+    selected = run((*args[:6], 30_000, *args[7:]), kwargs, threads)
+    assert selected.counts.item() == 29_999 and 100 * 64 + 3 not in selected.indices[0, 0].tolist()
+    assert not selected.values[0, 0, :29_999].any()
+    assert run(args, kwargs, threads).indices[0, 0].tolist() == list(range(100))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("page", "sentence"),

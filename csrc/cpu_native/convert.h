@@ -135,6 +135,11 @@ SPARSE_ATTN_INLINE Floats upper_halves(Floats low, Floats high) {
   return upper_halves(low, high, std::make_integer_sequence<int, kPair>());
 }
 
+// Numbers of int4 as bf16, by their code.
+alignas(64) constexpr uint16_t kInt4[kPair] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+                                               0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
+                                               0xc080, 0xc040, 0xc000, 0xbf80};
+
 // Numbers of a table by the kPair codes of four bits at p, the one of even index in the low half of
 // each byte.
 SPARSE_ATTN_INLINE __m512i look_up_nibbles(const char* p, __m512i table) {
@@ -149,8 +154,7 @@ inline void convert_row(const char* row, int32_t dim, uint16_t* to) {
   const auto load = [=](int32_t i) { return load_as_floats<kFrom>(row + bytes_of(kFrom, i)); };
   int32_t i = 0;
   if constexpr (kFrom == Number::kInt4) {
-    const Floats numbers = load_as_floats<kFrom>("\x10\x32\x54\x76\x98\xba\xdc\xfe");
-    const __m512i table = (__m512i)upper_halves(numbers, numbers);
+    const __m512i table = _mm512_load_si512(kInt4);
     for (; i + kPair <= dim; i += kPair)
       _mm512_storeu_si512(to + i, look_up_nibbles(row + i / 2, table));
   }

@@ -122,7 +122,11 @@ class Scorer {
         const int32_t last = std::min(last_list, team.list + team.lists);
         if (first >= last) continue;
         float* products = tile_kept ? tile_kept + team.lane * kTile : buffer_;
-        if (multiplies) {
+        if (tile_kept) {  // what follows is too short for processors to fetch it by themselves
+          const float* next = products + kept_floats_of_tile(lanes_.count());
+          for (int at = 0; at < team.lanes * kTile; at += 64 / 4)
+            prefetch(reinterpret_cast<const char*>(next + at));
+        } else {
           if (!multiply(team, products)) return false;
           if (p_.score == Score::kSoftmaxSum) {
             const Sums tile_sums = sums_at(tile_sums_, lanes_.count());
@@ -157,9 +161,8 @@ class Scorer {
   bool pools_scores() const { return pools(p_) && !pools_keys(p_); }
 
   float* kept_of_tile(float* kept, int64_t begin) const {
-    if (!kept) return nullptr;
-    return kept +
-           (tile_->base / kTile - begin * (kChunk / kTile)) * kept_floats_of_tile(lanes_.count());
+    const int64_t tile = tile_->base / kTile - begin * (kChunk / kTile);
+    return kept ? kept + tile * kept_floats_of_tile(lanes_.count()) : nullptr;
   }
 
   void prepare() {

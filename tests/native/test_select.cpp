@@ -89,13 +89,14 @@ void run_case() {
   SelectParams& p = c.p;
   const bool bf16 = below(2);
   p.batch = between(1, 3);
-  p.lists = static_cast<int32_t>(between(1, 2));
-  p.key_heads = below(2) ? p.lists : 1;
-  p.heads = static_cast<int32_t>(p.lists * kSizes[below(7)]);
+  const int64_t size = kSizes[below(7)];
+  p.lists = static_cast<int32_t>(between(1, std::min<int64_t>(128 / size, 5)));
+  p.heads = static_cast<int32_t>(p.lists * size);
+  p.key_heads = below(3) ? p.lists : below(2) ? p.heads : 1;
   p.dim = static_cast<int32_t>(below(3) ? 8 * between(1, 16) : between(1, 70));
   p.k = between(1, 300);
   p.scale = 0.5;
-  p.score = static_cast<Score>(below(3));
+  p.score = static_cast<Score>(below(4));
   const int64_t page_size = between(1, 70);
   c.starts = {0};
   for (int64_t b = 0; b < p.batch; ++b) {
@@ -124,19 +125,31 @@ void run_case() {
           order[static_cast<size_t>(column)];
       const int64_t entry = (page * page_size + e % page_size) * p.key_heads * p.dim;
       for (int64_t i = 0; i < p.key_heads * p.dim; ++i) keys.set(entry + i, normal());
-      for (int64_t t = c.starts[b]; t < c.starts[b + 1]; ++t) {
-        for (int64_t h = 0; h < p.heads; ++h) {
-          double product = 0;
+    }
+    for (int64_t t = c.starts[b]; t < c.starts[b + 1]; ++t) {
+      const int64_t seen = std::max<int64_t>(c.lengths[b] - (c.starts[b + 1] - t) + 1, 0);
+      for (int64_t h = 0; h < p.heads; ++h) {
+        std::vector<double> terms(static_cast<size_t>(seen));
+        double sum = 0;
+        for (int64_t e = 0; e < seen; ++e) {
+          const int64_t page = c.table[static_cast<size_t>(b * columns + e / page_size)];
+          const int64_t entry = (page * page_size + e % page_size) * p.key_heads * p.dim;
           const int64_t key = entry + h * p.key_heads / p.heads * p.dim;
+          double product = 0;
           for (int64_t d = 0; d < p.dim; ++d)
             product += q.at((t * p.heads + h) * p.dim + d) * keys.at(key + d);
-          const double weight = weights.at(t * p.heads + h);
-          double& score = c.scores[static_cast<size_t>((t * p.lists + h / heads) * c.longest + e)];
-          const double term =
-              p.scale * weight * (p.score == Score::kReluSum ? std::max(product, 0.0) : product);
-          score = p.score == Score::kMax && h % heads > 0 ? std::max(score, term)
-                  : p.score == Score::kMax                ? term
-                                                          : score + term;
+          if (p.score == Score::kReluSum) product = std::max(product, 0.0);
+          if (p.score == Score::kSoftmaxSum) product = exp(p.scale * product);
+          sum += terms[static_cast<size_t>(e)] = product;
+        }
+        const double weight =
+            weights.at(t * p.heads + h) * (p.score == Score::kSoftmaxSum ? 1 / sum : p.scale);
+        double* scores = c.scores.data() + (t * p.lists + h / heads) * c.longest;
+        for (int64_t e = 0; e < seen; ++e) {
+          const double term = weight * terms[static_cast<size_t>(e)];
+          scores[e] = p.score != Score::kMax ? scores[e] + term
+                      : h % heads > 0        ? std::max(scores[e], term)
+                                             : term;
         }
       }
     }
@@ -161,7 +174,9 @@ void run_case() {
   p.keys.page_size = page_size;
   p.keys.page_table = c.table.data();
   p.keys.page_table_stride = p.keys.max_pages = columns;
-  const double error = 1e-4 * static_cast<double>(heads) * sqrt(static_cast<double>(p.dim));
+  const double error = p.score == Score::kSoftmaxSum
+                           ? 1e-5
+                           : 1e-4 * static_cast<double>(heads) * sqrt(static_cast<double>(p.dim));
   for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
     if (!supported(isa)) continue;
     std::vector<int32_t> first;
