@@ -68,6 +68,7 @@ SPLIT: dict[str, dict[str, Any]] = {
     "by score": dict(order="score", keep_first=3, keep_last=5),
     "probabilities": dict(score="softmax_sum", out_heads=2),
     "probabilities, keys read twice": dict(length=40_000, heads=128, dim=2, score="softmax_sum"),
+    "probabilities, blocks of two rows and of one": dict(length=9000, rows=3, heads=64, dim=2, score="softmax_sum"),
     "probabilities, lists apart": dict(length=40_000, heads=128, dim=2, score="softmax_sum", out_heads=2),
     "best head": dict(score="max", out_heads=2),
     "bf16, makes candidates": dict(score_dtype="bf16", candidate_k=300),

@@ -119,7 +119,9 @@ struct Work {
   std::vector<Run> runs;
   int64_t first_chunk = 0, chunks = 0;
   int64_t chunks_before = 0;  // of the works before it
-  int32_t parts = 1;          // into which its places are cut for the sake of threads
+  int64_t kept_before = 0;    // floats that are kept of them, and those of a chunk
+  int64_t kept_floats = 0;
+  int32_t parts = 1;  // into which its places are cut for the sake of threads
   int64_t first_part = 0;
   std::atomic<int32_t> open_parts{1};  // of its present stage
   std::atomic<int32_t> stage{0};
@@ -402,7 +404,7 @@ class Call {
   // Cuts each block into parts for the sake of threads.
   void run_parts(int64_t items) {
     std::vector<Work> works(static_cast<size_t>(items));
-    int64_t chunks = 0;
+    int64_t chunks = 0, floats = 0;
     for (int64_t item = 0; item < items; ++item) {
       Work& work = works[static_cast<size_t>(item)];
       if (!make(item, &work)) {
@@ -411,11 +413,13 @@ class Call {
       }
       work.chunks_before = chunks;
       chunks += work.chunks;
+      work.kept_before = floats;
+      work.kept_floats = kernels_.sizes(p_, work.block).kept_floats;
+      floats += work.chunks * work.kept_floats;
     }
     const std::vector<Part> parts = cut_places(&works, chunks);
     const int64_t worker = worker_bytes();
     char* scratch = thread_memory(0, worker * threads_);
-    const int64_t floats = chunks * sizes_.kept_floats;
     const bool keeps = floats > 0 && floats * 4 <= kKeptBytes * threads_;
     const bool by_list = keeps && items * lists_ >= threads_;
     const int64_t kept_floats = keeps ? floats : 0;
@@ -429,8 +433,9 @@ class Call {
     char* memory = reinterpret_cast<char*>(sums + sum_floats);
     std::vector<RowBest> best(static_cast<size_t>(count * part_lists) * kMaxRows);
     const auto kept_of = [&](const Part& part) {
-      const int64_t chunk = part.work->chunks_before + part.begin - part.work->first_chunk;
-      return keeps ? kept + chunk * sizes_.kept_floats : nullptr;
+      const Work& work = *part.work;
+      const int64_t at = work.kept_before + (part.begin - work.first_chunk) * work.kept_floats;
+      return keeps ? kept + at : nullptr;
     };
     // Sums of all chunks of a work, which those of each follow.
     const auto sums_of = [&](const Work& work) {
