@@ -50,6 +50,7 @@ SCORES = (
     Shape("gqa 3/3 x 64 dot of summed queries", 3, 3, 64, 2048, "dot", out_heads=3),
 )
 """Of models without an indexer."""
+LLAMA = Shape("gqa 32/8 x 128", 32, 8, 128, 2048, "softmax_sum", out_heads=8)
 JOINED: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax_sum": lambda scores: scores.softmax(-1).sum(2),
     "relu_sum": lambda scores: scores.relu_().sum(2),

@@ -108,6 +108,8 @@ def plans(compiled: bool) -> Iterator[Plan]:
         yield Plan(group, make, None, {}, {select.PLAIN: 1.05}, quick=format == "int8_index_planar")
     for scored in select.SCORES:
         yield Plan("select, models without an indexer", partial(select.make, scored, 8192, "fp32", "int8_index_h"))
+    for format in ("bf16", "int8_index_h"):
+        yield Plan("select, models without an indexer", partial(select.make, select.LLAMA, 32768, "bf16", format))
 
     group = "Prefill"
     for heads in (128, 16):
