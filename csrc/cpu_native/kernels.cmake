@@ -7,9 +7,9 @@ list(APPEND kernels ${portable})
 set(instruction_sets portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
-  # GCC 12's own AVX-512 headers set off -Wmaybe-uninitialized.
+  # GCC 12's own AVX-512 headers set off these warnings.
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512
-    -Wno-maybe-uninitialized)
+    -Wno-maybe-uninitialized -Wno-uninitialized)
   set(avx512_bf16 ${avx512} -mavx512bf16 -mavx512vnni -mavx512vbmi)
   foreach(isa avx2 avx512 avx512_bf16)
     list(APPEND instruction_sets ${isa})
