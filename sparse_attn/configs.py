@@ -35,6 +35,8 @@ def plan(config: Config) -> tuple[Model, str]:
     """
     config = config.get("text_config") or config
     kind = config.get("model_type", "")
+    if kind == "deepseek_v3" and config.get("index_topk") is not None:
+        kind = "deepseek_v32"  # vLLM loads both by one class, whose type is all that reaches its workers
     build = SPARSE.get(kind)
     try:
         if build is not None:

@@ -162,3 +162,10 @@ def test_dense_mla() -> None:
 def test_refusals(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         plan(config)
+
+
+def test_the_type_by_which_vllm_loads_v32_does_not_hide_its_selection() -> None:
+    """Its workers see ``deepseek_v3`` for both."""
+    assert plan(V32 | dict(model_type="deepseek_v3")) == plan(V32)
+    dense = {name: value for name, value in V32.items() if not name.startswith("index_")}
+    assert plan(dense | dict(model_type="deepseek_v3"))[0].layers[0].selection is None

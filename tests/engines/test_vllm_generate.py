@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def generate(folder: Path, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     done = run("vllm_generate.py", str(folder), json.dumps(options))
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    printed = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))  # workers talk after it
+    return json.loads(printed), done.stdout + done.stderr
 
 
 def value(metrics: str, name: str, **labels: str) -> float:
@@ -78,6 +80,16 @@ def test_tokens_are_those_of_transformers(folders: Any, model: str, options: dic
     if model != "mistral":  # whose pages are free again once its window has moved on
         assert found["preempted"] > 0
         assert found["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(("model", "options"), [("qwen3", CUSTOM), ("deepseek_v32", LATENT)])
+def test_two_ranks_of_tensor_parallelism(folders: Any, model: str, options: dict[str, Any]) -> None:
+    """Each of vLLM's workers attends with half of the heads; those that select find the same lists."""
+    folder, expected = folders(model)
+    found, said = generate(folder, options | dict(tensor_parallel_size=2, distributed_executor_backend="mp"))
+    assert found["tokens"] == expected
+    assert set(re.findall(r"\(Worker_TP(\d)", said)) == {"0", "1"}
+    assert "sparse_attn: attend runs on cpu_native" in said
 
 
 def test_packed_rows_and_index_keys_as_released(folders: Any) -> None:
