@@ -3,6 +3,7 @@
 #   PYTHON=path   Python that creates it
 #   TORCH=spec    what to install if the environment has no torch 2.9 or newer
 #   VLLM_VENV=path  environment with vLLM to use or create for test-engines; default: build/venv-vllm
+#   SGLANG_VENV=path  environment with SGLang to use or create for test-engines; default: build/venv-sglang
 #   CUDA_VENV=path  environment of test-cuda-offline to use or create; default: build/venv-cuda
 #   TRITON=spec     the triton that belongs to TORCH
 #   NPU_VENV=path   environment with torch_npu of test-ascend to use or create; default: build/venv-npu
@@ -13,6 +14,7 @@ PYTHON ?= python3
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 VLLM_VENV ?= build/venv-vllm
+SGLANG_VENV ?= build/venv-sglang
 TRITON ?= triton==3.7.1
 CUDA_VENV ?= build/venv-cuda
 TORCH_NPU ?= torch_npu==2.13.0
@@ -40,7 +42,7 @@ help:
 	@echo "make test-serving  the rules of serving, the engine and its endpoint, slow tests included"
 	@echo "make test-ascend   ascend_npu against an emulator of CANN's operators, and torch_npu's own library"
 	@echo "make test-ascend-triton  kernels of ascend_triton, as triton-ascend lowers them, on the CPU"
-	@echo "make test-engines  the tests on vLLM, in an environment of its own that takes gigabytes"
+	@echo "make test-engines  the tests on vLLM and SGLang, in environments of their own that take gigabytes"
 	@echo "make test-cuda-offline  kernels for CUDA, interpreted, and compiled without a device"
 	@echo "make lint          style and types only"
 	@echo "make format        correct the style"
@@ -91,8 +93,9 @@ $(ASCEND_VENV)/ready:
 	$(ASCEND_VENV)/bin/python -m pip install --quiet --disable-pip-version-check triton-ascend==3.2.0 ascendnpu-ir==1.2.0
 	@touch $@
 
-test-engines: $(VLLM_VENV)/package
-	$(VLLM_VENV)/bin/python -m pytest -q tests/engines $(ARGS)
+test-engines: $(VLLM_VENV)/package $(SGLANG_VENV)/package
+	$(VLLM_VENV)/bin/python -m pytest -q tests/engines/test_vllm_*.py $(ARGS)
+	$(SGLANG_VENV)/bin/python -m pytest -q tests/engines/test_sglang_*.py $(ARGS)
 
 # An environment of its own, as triton must not stand beside torch unasked. Left out: pools of gigabytes, which the
 # interpreter copies, and selections of many rows, which take it long.
@@ -174,6 +177,22 @@ $(NPU_VENV)/wheel:
 $(VLLM_VENV)/package: $(VLLM_VENV)/engine pyproject.toml $(NATIVE)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD_REQUIRES)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# SGLang's own dependencies are for GPUs. These are what its pools, layers and registry import, with the torch it asks for.
+SGLANG_IMPORTS = torch==2.14.1 torchvision==0.29.1 transformers==5.19.0 aiohttp apache-tvm-ffi==0.1.11 compressed-tensors \
+  dill einops fastapi gguf ipython msgspec openai orjson partial-json-parser pillow psutil pybase64 pyzmq requests sentencepiece
+
+$(SGLANG_VENV)/engine:
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(SGLANG_IMPORTS) pytest
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@touch $@
+
+$(SGLANG_VENV)/package: $(SGLANG_VENV)/engine pyproject.toml $(NATIVE)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD_REQUIRES)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
 
 # A CUDA build of torch has brought its own triton, which must not be installed twice.
 $(STAMPS)/triton: | $(STAMPS)/test
