@@ -3,6 +3,7 @@ calls."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,9 @@ class Attend(NamedTuple):
         """The plan, for kernels that use one. Raises ``InvalidCall`` if it was made for another kind of call."""
         if self.plan is None:
             return None
-        made_for = _made.get(self.plan.data_ptr())
+        plan, made_for = _made.get(self.plan.data_ptr(), (None, None))
+        if plan is None or plan() is None:  # the memory belongs to another tensor by now
+            made_for = None
         expect(
             made_for == _kind(self),
             "attend",
@@ -129,8 +132,8 @@ class Attend(NamedTuple):
         return self.v_format or self.format
 
 
-_made: dict[int, tuple[Any, ...]] = {}
-"""Address of a plan to the kind of call that it was made for."""
+_made: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...]]] = {}
+"""Address of a plan to the plan, and the kind of call that it was made for."""
 _MOST_MADE = 4096
 
 
@@ -499,7 +502,7 @@ def attend_plan(*args: Any, plan: Tensor | None = None, **kwargs: Any) -> Tensor
         plan: int32 ``[1024 + 2 B + 1]``, filled; None for a new one.
 
     Returns:
-        The plan, to be passed as ``plan`` to ``attend`` with the same shapes, bounds and options.
+        The plan, to be passed as ``plan`` to ``attend`` with the same shapes, bounds and options, while this tensor lives.
 
     Raises:
         InvalidCall: an argument breaks the contract.
@@ -519,5 +522,5 @@ def attend_plan(*args: Any, plan: Tensor | None = None, **kwargs: Any) -> Tensor
         impl.plan(a, words)
         while len(_made) >= _MOST_MADE:
             _made.pop(next(iter(_made)))
-        _made[plan.data_ptr()] = _kind(a)
+        _made[plan.data_ptr()] = weakref.ref(plan), _kind(a)
     return plan

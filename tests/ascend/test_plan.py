@@ -93,6 +93,17 @@ def test_a_plan_of_another_kind_is_refused(family) -> None:
         attend(leading, kwargs, plan[1:])
 
 
+def test_memory_of_a_plan_that_is_gone(family) -> None:
+    leading, kwargs, _ = moved(WINDOWED | FORMS["ratio 4"])
+    memory = torch.zeros(1024 + 9, dtype=torch.int32).to("npu")
+    plan = sparse_attn.attend_plan(*leading, **kwargs, plan=memory.view(-1), backend="ascend_npu")
+    attend(leading, kwargs, plan.view(-1))
+    attend(leading, kwargs, memory)
+    del plan
+    with pytest.raises(sparse_attn.InvalidCall, match="got one that no kernel made"):
+        attend(leading, kwargs, memory)
+
+
 def test_kernels_without_a_schedule_ignore_it(whole_family) -> None:
     for options, limits in (
         (LATENT | LATENT_FORMS["bf16"], {}),
