@@ -502,7 +502,7 @@ def attend_plan(*args: Any, plan: Tensor | None = None, **kwargs: Any) -> Tensor
         plan: int32 ``[1024 + 2 B + 1]``, filled; None for a new one.
 
     Returns:
-        The plan, to be passed as ``plan`` to ``attend`` with the same shapes, bounds and options, while this tensor lives.
+        The plan, to be passed to ``attend`` with the same shapes, bounds and options, while this tensor lives.
 
     Raises:
         InvalidCall: an argument breaks the contract.
