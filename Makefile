@@ -33,7 +33,7 @@ BUILD_REQUIRES := "setuptools>=77" "cmake>=3.24" "ninja" "pybind11>=2.12"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-serving test-ascend test-ascend-emulated test-ascend-triton test-engines \
-  test-cuda-offline cuda-offline lint format bench clean
+  test-aarch64 test-cuda-offline cuda-offline lint format bench clean
 
 help:
 	@echo "make demo          run a language model on sparse attention, and write a report"
@@ -43,6 +43,7 @@ help:
 	@echo "make test-ascend   ascend_npu against an emulator of CANN's operators, and torch_npu's own library"
 	@echo "make test-ascend-triton  kernels of ascend_triton, as triton-ascend lowers them, on the CPU"
 	@echo "make test-engines  the tests on vLLM and SGLang, in environments of their own that take gigabytes"
+	@echo "make test-aarch64  the native kernels, compiled for 64-bit Arm, in an emulator"
 	@echo "make test-cuda-offline  kernels for CUDA, interpreted, and compiled without a device"
 	@echo "make lint          style and types only"
 	@echo "make format        correct the style"
@@ -96,6 +97,11 @@ $(ASCEND_VENV)/ready:
 test-engines: $(VLLM_VENV)/package $(SGLANG_VENV)/package
 	$(VLLM_VENV)/bin/python -m pytest -q tests/engines/test_vllm_*.py $(ARGS)
 	$(SGLANG_VENV)/bin/python -m pytest -q tests/engines/test_sglang_*.py $(ARGS)
+
+test-aarch64: $(STAMPS)/package
+	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64-static >/dev/null || \
+	  { echo "a cross compiler and an emulator are needed: apt install g++-aarch64-linux-gnu qemu-user-static"; exit 1; }
+	PATH=$(BIN):$$PATH sh tests/native/aarch64.sh
 
 # An environment of its own, as triton must not stand beside torch unasked. Left out: pools of gigabytes, which the
 # interpreter copies, and selections of many rows, which take it long.
