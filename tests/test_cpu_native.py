@@ -15,6 +15,7 @@ from typing import Any
 
 import cases
 import pytest
+import test_same_bytes
 import torch
 from test_attend import SHAPES
 
@@ -101,6 +102,18 @@ def test_packed_formats(isa: str, dtype: str, format: str) -> None:
     shared |= dict(v_dim=45, q_heads=9, planes="main+window", sinks=True, ratio=2)
     lists = dict(index_heads=1, selected=66, window=66)
     cases.assert_agrees(IMPL, *cases.attend(**shared, **lists, rows=(1, 2)))
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS[:-1], indirect=True)  # the best one runs in test_same_bytes
+@pytest.mark.parametrize("format", layout.FORMATS)
+def test_same_rows_on_every_instruction_set(isa: str, format: str) -> None:
+    store, load = (next(impl for impl in NATIVE if impl.op == op) for op in ("store", "load"))
+    for rows in test_same_bytes.ROWS:
+        test_same_bytes.test_store(store, format, rows)
+    if not layout.FORMATS[format].packed:
+        test_same_bytes.test_rows_that_fill_no_vectors(store, format)
+    for dtype in (torch.float32, torch.bfloat16):
+        test_same_bytes.test_load(load, format, dtype)
 
 
 @pytest.mark.parametrize("format", ["fp8_v4", "fp8_v4_planar", "fp8_v41", "fp4_v41_planar"])

@@ -45,8 +45,9 @@ OTHER_ISAS = "".join(
     f"extern const LimitKernels k{isa}LimitKernels = {{}};"
     for isa in ("Avx2", "Avx512", "Avx512Bf16")
 )
-INCLUDED_BY = {"../common/encode.h": ["entry_portable.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
+INCLUDED_BY = {"encode.h": ["entry_portable.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
 INCLUDED_BY |= {"plane.h": ["arguments.cpp"], "../common/layout.h": ["arguments.cpp", "entry.cpp"]}
+INCLUDED_BY |= {"simd.h": ["attend_portable.cpp", "entry_portable.cpp"]}
 INCLUDED_BY |= {"convert.h": ["attend_portable.cpp", "select_portable.cpp", "entry_portable.cpp"]}
 INCLUDED_BY |= dict.fromkeys(("select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
 SELECT_HEADERS = ("kernel", "keys", "lanes", "pooling", "products", "softmax", "tiles")
@@ -90,26 +91,30 @@ FAULTS = [
      "block->index_head = static_cast<int32_t>(0 * p_.main.index_heads", LINES),
     ("padding left as it was", "attend.cpp", "fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);", "", LINES),
     ("rows before the first token left", "attend.cpp", "fill_empty(p, begin, row);", "", HOSTILE),
-    ("scale rounded to nearest", "../common/encode.h", "half_to_float(scale) * kLargest < float_of(amax)) ++scale;",
+    ("scale rounded to nearest", "encode.h", "half_to_float(scale) * kLargest < float_of(amax)) ++scale;",
      "false) ++scale;", STORE),
-    ("power of two rounded down", "../common/encode.h", "(amax >> 23) + larger;", "(amax >> 23);", STORE),
-    ("no least scale", "../common/encode.h", "(code < least ? least : code)", "code", STORE),
-    ("infinity has a scale", "../common/encode.h", "amax < 0x7f800000u;", "amax <= 0x7f800000u;", STORE),
-    ("product for quotient", "../common/encode.h", "(x[i] / scale.divisor)", "(x[i] * (1 / scale.divisor))", STORE),
-    ("halves rounded up", "../common/encode.h", "bits_of(x + 0x1.8p23f)",
-     "bits_of(__builtin_floorf(x + 0.5f) + 0x1.8p23f)", STORE),
-    ("ties away from zero", "../common/encode.h", "- 1 + (rest >> kShift & 1)", "", STORE),
-    ("subnormals rounded as others", "../common/encode.h", "-(rest < kLeastNormal)", "0", STORE),
-    ("no saturation", "../common/encode.h", "rest > top ? top : rest", "rest", STORE),
-    ("zero has no sign", "../common/encode.h", "bits_of(x) >> 31", "static_cast<uint32_t>(x < 0)", STORE),
-    ("nibbles swapped", "../common/encode.h", "codes[2 * i] | codes[2 * i + 1] << 4",
-     "codes[2 * i + 1] | codes[2 * i] << 4", STORE),
+    ("power of two rounded down", "encode.h", "(amax >> 23) + larger;", "(amax >> 23);", STORE),
+    ("no least scale", "encode.h", "(code < least ? least : code)", "code", STORE),
+    ("infinity has a scale", "encode.h", "amax < 0x7f800000u;", "amax <= 0x7f800000u;", STORE),
+    ("product for quotient", "encode.h", "x / by", "x * (1 / by)", STORE),
+    ("halves rounded away from zero", "encode.h", "as_ints(x + 0x1.8p23f)",
+     "as_ints(x * 1.0000001f + 0x1.8p23f)", STORE),
+    ("ties away from zero", "encode.h", " - 1) + (rest >> kShift & 1)", ")", STORE),
+    ("subnormals rounded as others", "encode.h", "rest < kLeastNormal ? subnormal : normal", "normal", STORE),
+    ("no saturation", "encode.h", "rest > top ? top : rest", "rest", STORE),
+    ("zero has no sign", "encode.h", "(bits >> 31 &",
+     "((bits == INT32_MIN ? bits ^ bits : bits) >> 31 &", STORE),
+    ("nibbles swapped", "simd.h", "x[2 * i] | x[2 * i + 1] << 4", "x[2 * i + 1] | x[2 * i] << 4", STORE),
+    ("rest of a row forgotten", "encode.h", "if (i < count) use", "if (false) use", STORE),
+    ("whole vectors past a row", "encode.h", "const bool whole = i + kWidth <= count;", "const bool whole = true;",
+     STORE),
+    ("scale of the first group", "encode.h", "found[g].divisor", "found[0].divisor", STORE),
     ("padding left as it was in entries", "entry.cpp", "  clear_pad(plane, slot);\n", "", STORE),
     ("planar entries as interleaved", "../common/layout.h", "planar(format) ? width(section) : entry_stride",
      "entry_stride", STORE),
     ("-1 stored", "store.cpp", "  if (slot < 0) return;", "  if (slot < -1) return;", STORE),
     ("-1 read", "store.cpp", "  if (slot < 0) {", "  if (slot < -1) {", STORE),
-    ("bf16 rounded down", "../common/encode.h", "kType == Number::kBf16 ? float_to_bf16(row[i])",
+    ("bf16 rounded down", "encode.h", "kType == Number::kBf16 ? float_to_bf16(row[i])",
      "kType == Number::kBf16 ? static_cast<uint16_t>(bits_of(row[i]) >> 16)", STORE),
     ("runs cross pages", "store.cpp", "i + dst.page_size - dst_offset", "end", STORE),
     ("runs over gaps", "store.cpp", "src.strides[1] == row", "true", STORE),
@@ -288,6 +293,8 @@ def probe_store() -> None:
     for format in ("int8", "int4_index_h", "fp8_v4_planar", "fp8_v4_608", "fp4_v41", "fp4_index"):
         for rows in ("ties", "any bits", "all of bfloat16"):
             test_same_bytes.test_store(store, format, rows)
+    for format in ("int8", "int4_index_h"):
+        test_same_bytes.test_rows_that_fill_no_vectors(store, format)
     test_same_bytes.test_load(load, "bf16", torch.bfloat16)
     test_same_bytes.test_load(load, "fp8_v4_planar", torch.bfloat16)
     test_formats.test_load_reads_these_rows(load, "fp8_v4", 3)

@@ -114,6 +114,20 @@ def test_store(impl, format: str, rows: str) -> None:
     assert_same_parts(format, slots, *stored)
 
 
+@kernels("store")
+@pytest.mark.parametrize("format", [name for name, f in FORMATS.items() if not f.packed])
+def test_rows_that_fill_no_vectors(impl, format: str) -> None:
+    """Of two heads: what a vector writes past a row would lie in the next."""
+    for dim in (2, 6, 10, 14, 22, 30, 34, 62) if BITS[FORMATS[format].codec.element] < 8 else (1, 3, 5, 7, 15, 17, 33):
+        rows, slots = torch.randn(7, 2, dim), torch.randperm(7)
+        stored = [new_plane(format, 2, PAGE_SIZE, 2, dim, fill=7) for _ in range(2)]
+        for kernel, plane in zip((impl, REFERENCE), stored, strict=True):
+            store(kernel, rows, plane[0], slots, plane[1], format, PAGE_SIZE)
+        (got, scale), (expected, expected_scale) = stored
+        assert torch.equal(got, expected), dim
+        assert scale is None or torch.equal(scale, expected_scale), dim
+
+
 def random_bytes(format: str, entries: int, dim: int) -> Plane:
     """A plane of any bytes, or in wide types any bits."""
     plane = planes(format, entries, dim)

@@ -3,8 +3,7 @@
 // name of the table of entry points.
 #pragma once
 
-#include "../common/encode.h"
-#include "convert.h"
+#include "encode.h"
 #include "entry.h"
 
 namespace sparse_attn {

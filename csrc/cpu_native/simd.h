@@ -104,6 +104,17 @@ SPARSE_ATTN_INLINE float largest(Floats x) {
   return result;
 }
 
+typedef int32_t FourInts __attribute__((vector_size(16)));
+
+SPARSE_ATTN_INLINE int32_t highest(Ints x) {
+  FourInts four[kWidth / 4];
+  memcpy(four, &x, sizeof(x));
+  for (int i = 1; i < kWidth / 4; ++i) four[0] = four[i] > four[0] ? four[i] : four[0];
+  int32_t result = four[0][0];
+  for (int i = 1; i < 4; ++i) result = four[0][i] > result ? four[0][i] : result;
+  return result;
+}
+
 // Bit i: a[i] > b[i]. NaN is not.
 SPARSE_ATTN_INLINE uint32_t greater(Floats a, Floats b) {
 #if defined(__AVX512F__)
@@ -268,6 +279,43 @@ SPARSE_ATTN_INLINE Ints load_nibbles(const char* p) {
   Ints x;
   for (int i = 0; i < kWidth; ++i) x[i] = static_cast<uint8_t>(p[i / 2]) >> 4 * (i % 2) & 15;
   return x;
+#endif
+}
+
+// The low byte of every lane.
+SPARSE_ATTN_INLINE void store_bytes(uint8_t* p, Ints x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__AVX2__)
+  const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(255));
+  const __m128i halves =
+      _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(halves, halves));
+#elif defined(__x86_64__)
+  const __m128i low = _mm_and_si128((__m128i)x, _mm_set1_epi32(255));
+  const __m128i halves = _mm_packs_epi32(low, low);
+  const int32_t four = _mm_cvtsi128_si32(_mm_packus_epi16(halves, halves));
+  memcpy(p, &four, 4);
+#else
+  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x[i]);
+#endif
+}
+
+// The low four bits of every lane, as load_nibbles reads them.
+SPARSE_ATTN_INLINE void store_nibbles(uint8_t* p, Ints x) {
+  x &= 15;
+#if defined(__AVX512F__)
+  const __m512i pairs = _mm512_or_si512((__m512i)x, _mm512_srli_epi64((__m512i)x, 28));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm512_cvtepi64_epi8(pairs));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_or_si256((__m256i)x, _mm256_srli_epi64((__m256i)x, 28));
+  const __m256i bytes = _mm256_shuffle_epi8(pairs, _mm256_set1_epi16(0x0800));
+  const int32_t low = _mm_cvtsi128_si32(_mm256_castsi256_si128(bytes));
+  const int32_t high = _mm_cvtsi128_si32(_mm256_extracti128_si256(bytes, 1));
+  const int32_t four = (low & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(high) << 16);
+  memcpy(p, &four, 4);
+#else
+  for (int i = 0; i < kWidth / 2; ++i) p[i] = static_cast<uint8_t>(x[2 * i] | x[2 * i + 1] << 4);
 #endif
 }
 
