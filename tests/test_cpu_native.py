@@ -112,6 +112,7 @@ def test_same_rows_on_every_instruction_set(isa: str, format: str) -> None:
         test_same_bytes.test_store(store, format, rows)
     if not layout.FORMATS[format].packed:
         test_same_bytes.test_rows_that_fill_no_vectors(store, format)
+        test_same_bytes.test_rows_that_fill_no_vectors_are_read(load, format)
     for dtype in (torch.float32, torch.bfloat16):
         test_same_bytes.test_load(load, format, dtype)
 

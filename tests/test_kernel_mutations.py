@@ -47,6 +47,7 @@ OTHER_ISAS = "".join(
 )
 INCLUDED_BY = {"encode.h": ["entry_portable.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
 INCLUDED_BY |= {"plane.h": ["arguments.cpp"], "../common/layout.h": ["arguments.cpp", "entry.cpp"]}
+INCLUDED_BY |= {"entry_kernel.h": ["entry_portable.cpp"]}
 INCLUDED_BY |= {"simd.h": ["attend_portable.cpp", "entry_portable.cpp"]}
 INCLUDED_BY |= {"convert.h": ["attend_portable.cpp", "select_portable.cpp", "entry_portable.cpp"]}
 INCLUDED_BY |= dict.fromkeys(("select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
@@ -105,6 +106,10 @@ FAULTS = [
     ("zero has no sign", "encode.h", "(bits >> 31 &",
      "((bits == INT32_MIN ? bits ^ bits : bits) >> 31 &", STORE),
     ("nibbles swapped", "simd.h", "x[2 * i] | x[2 * i + 1] << 4", "x[2 * i + 1] | x[2 * i] << 4", STORE),
+    ("rows read without their scale", "entry_kernel.h", "groups ? scales.of(begin / group) : broadcast(1)",
+     "broadcast(1)", STORE),
+    ("rest of a row not read", "entry_kernel.h", "if (i == group) continue;", "continue;", STORE),
+    ("NaN rounded", "simd.h", "(x == x ? rounded : quiet) >> 16", "rounded >> 16", STORE),
     ("rest of a row forgotten", "encode.h", "if (i < count) use", "if (false) use", STORE),
     ("whole vectors past a row", "encode.h", "const bool whole = i + kWidth <= count;", "const bool whole = true;",
      STORE),
@@ -295,7 +300,9 @@ def probe_store() -> None:
             test_same_bytes.test_store(store, format, rows)
     for format in ("int8", "int4_index_h"):
         test_same_bytes.test_rows_that_fill_no_vectors(store, format)
-    test_same_bytes.test_load(load, "bf16", torch.bfloat16)
+    for format in ("fp32", "bf16", "int8"):
+        test_same_bytes.test_load(load, format, torch.bfloat16)
+    test_same_bytes.test_rows_that_fill_no_vectors_are_read(load, "int8")
     test_same_bytes.test_load(load, "fp8_v4_planar", torch.bfloat16)
     test_formats.test_load_reads_these_rows(load, "fp8_v4", 3)
     test_same_bytes.test_convert(convert, "fp8_v4")

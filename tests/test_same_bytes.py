@@ -17,7 +17,7 @@ from sparse_attn.ops.convert import Convert, facts
 from sparse_attn.planes import Plane
 
 DIM, PAGE_SIZE = 32, 5
-REFERENCE = registry.implementations("store")[-1]
+REFERENCE, REFERENCE_LOAD = (registry.implementations(op)[-1] for op in ("store", "load"))
 
 
 def kernels(op: str):
@@ -149,6 +149,18 @@ def test_load(impl, format: str, dtype: torch.dtype) -> None:
     assert torch.equal(got.isnan(), expected.isnan()) and expected.isfinite().any()
     numbers = [x.masked_fill(x.isnan(), 0) for x in (got, expected)]
     assert torch.equal(*numbers) and torch.equal(*(x.signbit() for x in numbers))
+
+
+@kernels("load")
+@pytest.mark.parametrize("format", [name for name, f in FORMATS.items() if not f.packed])
+def test_rows_that_fill_no_vectors_are_read(impl, format: str) -> None:
+    for dim in (2, 6, 10, 22, 34, 62) if BITS[FORMATS[format].codec.element] < 8 else (1, 3, 5, 7, 17, 33):
+        plane, scale = new_plane(format, 2, PAGE_SIZE, 2, dim)
+        store(REFERENCE, torch.randn(7, 2, dim), plane, torch.arange(7), scale, format, PAGE_SIZE)
+        for dtype in (torch.float32, torch.bfloat16):
+            options = dict(scale=scale, format=format, page_size=PAGE_SIZE, dtype=dtype)
+            got, expected = (load(i, plane, torch.tensor([3, -1, 6]), **options) for i in (impl, REFERENCE_LOAD))
+            assert torch.equal(got, expected) and expected.any(), dim
 
 
 @kernels("convert")

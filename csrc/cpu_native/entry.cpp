@@ -50,11 +50,13 @@ void write_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot,
 
 void read_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
               float* row) {
+  kernels.decode(codec_of(plane.format), parts_of(plane, slot, head), plane.dim, row);
+}
+
+EntryParts parts_of(const EntryPlane& plane, int64_t slot, int64_t head) {
   const int64_t page = slot / plane.page_size, offset = slot % plane.page_size;
-  kernels.decode(codec_of(plane.format),
-                 {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
-                  plane.scales.at(page, offset, head)},
-                 plane.dim, row);
+  return {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
+          plane.scales.at(page, offset, head)};
 }
 
 void clear_pad(const EntryPlane& plane, int64_t slot) {

@@ -42,6 +42,7 @@ void place_parts(EntryPlane* plane, char* data, const int64_t strides[3], char* 
 struct RowKernels {
   void (*encode)(const Codec& codec, const float* row, int64_t dim, const PartsToWrite& to);
   void (*decode)(const Codec& codec, const EntryParts& parts, int64_t dim, float* to);
+  void (*decode_bf16)(const Codec& codec, const EntryParts& parts, int64_t dim, uint16_t* to);
 };
 
 extern const RowKernels kPortableRowKernels;
@@ -57,6 +58,8 @@ void write_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot,
 
 void read_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
               float* row);
+
+EntryParts parts_of(const EntryPlane& plane, int64_t slot, int64_t head);
 
 // Writes the padding of an entry, if its format has some: zeros.
 void clear_pad(const EntryPlane& plane, int64_t slot);

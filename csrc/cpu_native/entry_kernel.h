@@ -30,10 +30,32 @@ void decode(const Codec& codec, const EntryParts& parts, int64_t dim, float* to)
   convert_row(Number::kBf16, parts.rope, codec.rope, to + stored);
 }
 
+// The same, rounded to bf16.
+void decode_bf16(const Codec& codec, const EntryParts& parts, int64_t dim, uint16_t* to) {
+  const auto stored = static_cast<int32_t>(dim - codec.rope);
+  const int32_t groups = groups_of(codec, stored), group = codec.group ? codec.group : stored;
+  const GroupScales scales(codec.scale, parts.scales, groups);
+  with_type(codec.element, [&](auto type) {
+    constexpr Number kFrom = type;
+    for (int32_t begin = 0; begin < stored; begin += group) {
+      const char* row = parts.values + bytes_of(kFrom, begin);
+      const Floats scale = groups ? scales.of(begin / group) : broadcast(1);
+      int32_t i = 0;
+      for (; i + kWidth <= group; i += kWidth)
+        store_bf16(to + begin + i, load_as_floats<kFrom>(row + bytes_of(kFrom, i)) * scale);
+      if (i == group) continue;
+      uint16_t rest[kWidth];
+      store_bf16(rest, load_rest<kFrom>(row + bytes_of(kFrom, i), group - i) * scale);
+      memcpy(to + begin + i, rest, static_cast<size_t>(group - i) * 2);
+    }
+  });
+  if (codec.rope) memcpy(to + stored, parts.rope, static_cast<size_t>(codec.rope) * 2);
+}
+
 }  // namespace
 }  // namespace SPARSE_ATTN_ISA
 
-extern const RowKernels SPARSE_ATTN_ROW_KERNELS = {SPARSE_ATTN_ISA::encode,
-                                                   SPARSE_ATTN_ISA::decode};
+extern const RowKernels SPARSE_ATTN_ROW_KERNELS = {SPARSE_ATTN_ISA::encode, SPARSE_ATTN_ISA::decode,
+                                                   SPARSE_ATTN_ISA::decode_bf16};
 
 }  // namespace sparse_attn

@@ -282,6 +282,25 @@ SPARSE_ATTN_INLINE Ints load_nibbles(const char* p) {
 #endif
 }
 
+// Rounded as float_to_bf16 does.
+SPARSE_ATTN_INLINE void store_bf16(uint16_t* p, Floats x) {
+  const Ints bits = (Ints)x;
+  const Ints rounded = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
+  const Ints shorts = (x == x ? rounded : quiet) >> 16;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)shorts));
+#elif defined(__AVX2__)
+  const __m128i low = _mm256_castsi256_si128((__m256i)shorts);
+  const __m128i high = _mm256_extracti128_si256((__m256i)shorts, 1);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(low, high));
+#elif defined(__x86_64__)
+  const __m128i four = (__m128i)shorts;
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(four, four));
+#else
+  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint16_t>(shorts[i]);
+#endif
+}
+
 // The low byte of every lane.
 SPARSE_ATTN_INLINE void store_bytes(uint8_t* p, Ints x) {
 #if defined(__AVX512F__)

@@ -60,7 +60,7 @@ void store_row(const StoreParams& p, const RowKernels& kernels, int64_t t, float
   }
 }
 
-void load_row(const LoadParams& p, const RowKernels& kernels, int64_t t, float* buffer) {
+void load_row(const LoadParams& p, const RowKernels& kernels, int64_t t) {
   const int64_t slot = p.slots[t], count = p.plane.heads * p.plane.dim;
   char* out = p.out + t * count * element_bytes(p.out_format);
   if (slot < 0) {
@@ -75,13 +75,14 @@ void load_row(const LoadParams& p, const RowKernels& kernels, int64_t t, float* 
              static_cast<size_t>(values.bytes));
       continue;
     }
+    const EntryParts parts = parts_of(p.plane, slot, h);
+    const Codec& codec = codec_of(p.plane.format);
     if (p.out_format == Format::kFp32) {
-      read_row(kernels, p.plane, slot, h, reinterpret_cast<float*>(out) + h * p.plane.dim);
-      continue;
+      kernels.decode(codec, parts, p.plane.dim, reinterpret_cast<float*>(out) + h * p.plane.dim);
+    } else {
+      kernels.decode_bf16(codec, parts, p.plane.dim,
+                          reinterpret_cast<uint16_t*>(out) + h * p.plane.dim);
     }
-    read_row(kernels, p.plane, slot, h, buffer);
-    kernels.encode(codec_of(Format::kBf16), buffer, p.plane.dim,
-                   {out + h * p.plane.dim * 2, nullptr, nullptr});
   }
 }
 
@@ -155,8 +156,8 @@ int64_t load(const LoadParams& p) {
   const int64_t last = largest(p.slots, p.tokens);
   if (last >= p.plane.slots()) return last;
   const RowKernels& kernels = row_kernels(p.isa);
-  for_rows(p.tokens, p.plane, p.threads, [&](int64_t begin, int64_t end, float* buffer) {
-    for (int64_t t = begin; t < end; ++t) load_row(p, kernels, t, buffer);
+  for_rows(p.tokens, p.plane, p.threads, [&](int64_t begin, int64_t end, float*) {
+    for (int64_t t = begin; t < end; ++t) load_row(p, kernels, t);
   });
   return -1;
 }
