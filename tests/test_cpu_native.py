@@ -115,6 +115,7 @@ def test_same_rows_on_every_instruction_set(isa: str, format: str) -> None:
         test_same_bytes.test_rows_that_fill_no_vectors_are_read(load, format)
     for dtype in (torch.float32, torch.bfloat16):
         test_same_bytes.test_load(load, format, dtype)
+    test_same_bytes.test_a_nan_stays_one(load)
 
 
 @pytest.mark.parametrize("format", ["fp8_v4", "fp8_v4_planar", "fp8_v41", "fp4_v41_planar"])

@@ -303,6 +303,7 @@ def probe_store() -> None:
     for format in ("fp32", "bf16", "int8"):
         test_same_bytes.test_load(load, format, torch.bfloat16)
     test_same_bytes.test_rows_that_fill_no_vectors_are_read(load, "int8")
+    test_same_bytes.test_a_nan_stays_one(load)
     test_same_bytes.test_load(load, "fp8_v4_planar", torch.bfloat16)
     test_formats.test_load_reads_these_rows(load, "fp8_v4", 3)
     test_same_bytes.test_convert(convert, "fp8_v4")

@@ -163,6 +163,14 @@ def test_rows_that_fill_no_vectors_are_read(impl, format: str) -> None:
             assert torch.equal(got, expected) and expected.any(), dim
 
 
+@kernels("load")
+def test_a_nan_stays_one(impl) -> None:
+    """Whatever its bits, which rounding could make an infinity or a zero."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -(1 << 23) + 1] * 8, dtype=torch.int32)
+    plane = bits.view(torch.float32).view(1, 1, 1, -1)
+    assert load(impl, plane, torch.tensor([0]), format="fp32", dtype=torch.bfloat16).isnan().all()
+
+
 @kernels("convert")
 @pytest.mark.parametrize("src", FORMATS)
 def test_convert(impl, src: str) -> None:
