@@ -23,6 +23,8 @@ from .serving.stats import Counter
 PAGE = 64
 FULL = 0.5
 """Share of a limit from which it is said to bind; below for both, neither does."""
+YARDSTICKS = 4
+"""Rounds in which limits are measured, before and after, for each in which calls are."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class Yardsticks:
     """A product of bf16 matrices, and a copy that no cache holds."""
 
     def __init__(self, device: str) -> None:
-        self.size, count = (1024, 2**25) if device == "cpu" else (8192, 2**28)
+        self.size, count = (512, 2**24) if device == "cpu" else (8192, 2**28)  # short, as other processes interrupt
         self.a, self.b = torch.randn(2, self.size, self.size, device=device).bfloat16()
         self.source = torch.zeros(count, device=device)
         self.target = torch.zeros_like(self.source)
@@ -210,9 +212,9 @@ def profile(
     if not 1 <= queries <= length:
         raise ValueError(f"queries: expected 1 to {length}, the tokens of a sequence, got {queries}")
     step = Step(model, number, length, batch, queries, device)
-    before = timed(yardsticks.calls(), device, rounds)
+    before = timed(yardsticks.calls(), device, YARDSTICKS * rounds)
     times = {name: median(some) for name, some in timed(step.calls(), device, rounds).items()}
-    after = timed(yardsticks.calls(), device, rounds)
+    after = timed(yardsticks.calls(), device, YARDSTICKS * rounds)
     limit = yardsticks.limits({name: some + after[name] for name, some in before.items()})
     layer, spans = model.excerpt((number,)), [(length - queries, length)] * batch
     counts, whole = Counter(layer)(spans), Counter(dense(layer))(spans)

@@ -36,7 +36,7 @@ def counted(monkeypatch, name: str, number: int, length: int, queries: int = 1) 
 
     class Ones(timings.Yardsticks):
         def limits(self, times):
-            assert times.keys() >= self.calls().keys()
+            assert all(len(times[name]) > 1 for name in self.calls())
             return timings.Limits(1.0, 1.0)
 
     monkeypatch.setattr(timings, "timed", lambda calls, device, rounds: {name: [1.0] for name in calls})
@@ -119,4 +119,4 @@ def test_what_cannot_run_is_said(arguments, message, capsys):
 def test_limits_are_the_most_that_was_reached():
     it = timings.Yardsticks("cpu")
     found = it.limits({"product": [3.0, 1.0, 2.0], "copy": [4.0, 2.0]})
-    assert found.compute == 2 * 1024**3 and found.bandwidth == 2**25 * 4
+    assert found.compute == 2 * 512**3 and found.bandwidth == 2**24 * 4
