@@ -201,6 +201,8 @@ def test_refusals() -> None:
         ours(ids, attention_mask=torch.randn(1, 1, 9, 9))
     with pytest.raises(ValueError, match="Selection: ratio: expected a number above 0 and at most 1, got 0"):
         Selection(0)
+    with pytest.raises(InvalidCall, match="set_selection: selection: expected a Selection or None, got float"):
+        set_selection(ours, 0.25)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -253,9 +255,73 @@ def test_paged_cache_refuses() -> None:
     ids = torch.randint(3, 97, (1, 9))
     with pytest.raises(InvalidCall, match="attn_implementation: expected 'sparse_attn', got 'eager'"), torch.no_grad():
         eager(ids, cache=PagedCache(eager.config, tokens=64))
-    with pytest.raises(OutOfPages), torch.no_grad():
-        ours(ids, cache=PagedCache(ours.config, tokens=8, page_size=8))
+    needed = "tokens: expected 48 or more for 3 sequences of up to 9 tokens in whole pages of 8, got 40; make a larger"
+    with pytest.raises(OutOfPages, match=needed), torch.no_grad():
+        ours(ids.expand(3, 9), cache=PagedCache(ours.config, tokens=33, page_size=8))
     with pytest.raises(InvalidCall, match="PagedCache: beams"):
         ours.generate(ids, num_beams=2, max_new_tokens=2, cache=PagedCache(ours.config, tokens=640))
     with pytest.raises(InvalidCall, match="format: expected one of '', 'fp32', 'bf16', 'fp16', 'int8', got 'fp8_v32'"):
         PagedCache(ours.config, tokens=8, format="fp8_v32")
+    with pytest.raises(InvalidCall, match="config: expected the model's config, got LlamaForCausalLM"):
+        PagedCache(ours, tokens=8)
+    with pytest.raises(InvalidCall, match="tokens: expected 1 or more, got 0"):
+        PagedCache(ours.config, tokens=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "mamba"])
+def test_paged_cache_refuses_models_that_keep_states(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind, num_hidden_layers=4)
+    with pytest.raises(InvalidCall, match=f"a model whose cache holds keys and values, got {kind}; use its own cache"):
+        PagedCache(config, tokens=64)
+
+
+@torch.no_grad()
+def test_paged_cache_of_another_batch() -> None:
+    """Refused until ``reset``, which gives all pages back."""
+    eager, ours = pair("llama")
+    cache = PagedCache(ours.config, tokens=64, page_size=8)
+    for shape in ((1, 60), (4, 16), (2, 32)):
+        ids = torch.randint(3, 97, shape)
+        torch.testing.assert_close(ours(ids, cache=cache).logits, eager(ids).logits)
+        more = torch.randint(3, 97, (3, 1))
+        with pytest.raises(InvalidCall, match=f"input_ids: expected {shape[0]} sequences, got 3; call reset"):
+            ours(more, cache=cache)
+        cache.reset()
+
+
+@pytest.mark.parametrize("others", ["eager", "sdpa"])
+@torch.no_grad()
+def test_paged_cache_under_another_implementation(others: str) -> None:
+    """The cache knows the config of one model, and meets another that attends in another way."""
+    eager, ours = pair("llama")
+    eager.set_attn_implementation(others)
+    cache = PagedCache(ours.config, tokens=64)
+    with pytest.raises(InvalidCall, match="expected 'sparse_attn', which reads keys and values in their pages, got at"):
+        eager(torch.randint(3, 97, (1, 9)), cache=cache)
+
+
+@torch.no_grad()
+def test_paged_cache_of_a_model_that_computes_with_what_its_cache_returns() -> None:
+    """DiffLlama splits values, so those of earlier tokens would be missing."""
+    eager, ours = pair("diffllama")
+    ids = torch.randint(3, 97, (1, 9))
+    torch.testing.assert_close(ours(ids).logits, eager(ids).logits)
+    with pytest.raises(InvalidCall, match="in their pages, got aten.* on those of a step"):
+        ours(ids, cache=PagedCache(ours.config, tokens=64))
+
+
+@torch.no_grad()
+def test_a_step_of_a_paged_cache_that_fails() -> None:
+    """It leaves its tokens in some layers, and the next step says so."""
+    eager, ours = pair("llama")
+    ids = torch.randint(3, 97, (1, 9))
+    cache = PagedCache(ours.config, tokens=64)
+    for done in ([], [5]):
+        for part in done:
+            ours(ids[:, :part], cache=cache)
+        with pytest.raises(InvalidCall, match="output_attentions"):
+            ours(ids[:, 5:], cache=cache, output_attentions=True)
+        with pytest.raises(InvalidCall, match="layers: expected a last step that came to its end, got a part of one"):
+            ours(ids[:, 5:], cache=cache)
+        cache.reset()
+    torch.testing.assert_close(ours(ids, cache=cache).logits, eager(ids).logits)

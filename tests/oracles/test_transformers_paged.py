@@ -471,6 +471,8 @@ def test_refusals() -> None:
             cache.crop(-10)
         with pytest.raises(InvalidCall, match="output_attentions: expected False, got True"):
             model(tokens, cache=paged(name), output_attentions=True)
+        with pytest.raises(InvalidCall, match="use_cache: expected True, got False; leave out the cache"):
+            model.generate(tokens, cache=paged(name), use_cache=False, max_new_tokens=2)
         with pytest.raises(InvalidCall, match="attn_implementation: expected 'sparse_attn', got 'eager'"):
             eager(name)(tokens, cache=PagedCache(eager(name).config, tokens=64))
         with pytest.raises(InvalidCall, match="model: expected glm_moe_dsa, got deepseek_v32; make the cache from"):

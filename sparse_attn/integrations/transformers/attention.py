@@ -55,6 +55,8 @@ def set_selection(model: nn.Module, selection: Selection | None) -> None:
 
     Layers that select themselves, have a sliding window, or are not causal are left as they are.
     """
+    given = selection is None or isinstance(selection, Selection)
+    expect(given, "set_selection", "selection", "a Selection or None", type(selection).__name__)
     for module in model.modules():
         module.sparse_attn_selection = selection  # type: ignore[assignment]
 
@@ -151,14 +153,14 @@ def attention(
     Raises:
         InvalidCall: for what would need gradients, dropout, biases, soft caps, or returned weights.
     """
-    for name in ("softcap", "position_bias", "output_attentions", "head_mask"):
+    for name in ("softcap", "position_bias", "sinks", "output_attentions", "head_mask"):
         given = kwargs.get(name)
         expect(given is None or given is False, "attention", name, "None", given, "use another implementation")
     expect(dropout == 0, "attention", "dropout", "0", dropout, "call model.eval()")
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     expect(not gradient, "attention", "query", "no gradient", "requires_grad", "use torch.no_grad()")
     batch, q_heads, queries, _ = query.shape
-    entries: Entries = getattr(key, "sparse_attn_entries", None) or dense_planes(key, value)
+    entries = key.entries if isinstance(key, Paged) else dense_planes(key, value)
     length = entries.length
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
 
@@ -215,14 +217,36 @@ class Rows:
 
 @dataclass
 class Entries:
-    """Where keys and values of ``length`` tokens of one layer lie, and the rows that a selection scores. A
-    ``PagedCache`` hands it over as ``sparse_attn_entries`` of the keys."""
+    """Where keys and values of ``length`` tokens of one layer lie, and the rows that a selection scores."""
 
     keys: Rows
     values: Rows
     index: Rows
     page_table: Tensor
     length: int
+
+
+class Paged(Tensor):
+    """Keys or values of a step, ``[B, heads, S, D]``, of a layer whose tokens lie in ``entries``.
+
+    A ``PagedCache`` hands them to ``attention``. What else computes with them would miss all earlier tokens: it is
+    refused.
+    """
+
+    entries: Entries
+
+    @classmethod
+    def of(cls, rows: Tensor, entries: Entries) -> Paged:
+        paged: Paged = Tensor._make_subclass(cls, rows.detach(), rows.requires_grad)
+        paged.entries = entries
+        return paged
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        raise InvalidCall(
+            f"PagedCache: attention: expected {NAME!r}, which reads keys and values in their pages, got {func} on "
+            "those of a step; call model.set_attn_implementation, or use the model's own cache"
+        )
 
 
 def dense_planes(key: Tensor, value: Tensor) -> Entries:

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from ... import configs, store
 from ...checks import InvalidCall, expect, refuse
@@ -15,11 +23,14 @@ from ...layout import FORMATS as LAYOUTS
 from ...layout import names, pages_for, slot
 from ...serving.pages import PageAllocator
 from .. import capabilities
-from .attention import FORMATS, FROM_THE_FIRST_SLOT, NAME, Entries, Rows
-from .planes import Planes
+from .attention import FORMATS, FROM_THE_FIRST_SLOT, NAME, Entries, Paged, Rows
+from .planes import RESET, Planes, make_room
 
 CLASSES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa", "deepseek_v4": "DeepseekV4"}
 """Models whose attention runs here, over planes of their own: how transformers' names of their classes begin."""
+
+DENSE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+"""What transformers keeps for layers of keys and values, and for layers that read another layer's."""
 
 
 class PagedCache(Cache):
@@ -32,7 +43,7 @@ class PagedCache(Cache):
 
     Args:
         config: the model's, with ``attn_implementation="sparse_attn"``.
-        tokens: that fit, of all sequences together; in dense models, padding included.
+        tokens: that fit, of all sequences together, each of which takes whole pages; in dense models, padding included.
         format: of what attention reads: ``""`` (as the model computes it), a format of plain rows, and ``"int8"`` for
             keys and values, ``"fp8_v32"`` or ``"int8_v32"`` for latent rows, ``"fp8_v4"``, ``"fp8_v4_640"`` or
             ``"fp8_v4_608"`` for the rows and entries of V4.
@@ -44,7 +55,9 @@ class PagedCache(Cache):
             much as one of the window and of the states.
 
     Raises:
-        InvalidCall: for a model that keeps something else.
+        InvalidCall: for a model that keeps something else, and when another implementation of attention, or another
+            batch without ``reset`` in between, meets the cache.
+        OutOfPages: in a step for which ``tokens`` are too few.
         Unsupported: for a format that does not hold what the model keeps.
     """
 
@@ -57,6 +70,10 @@ class PagedCache(Cache):
         page_size: int = 0,
         rewind: int = 0,
     ) -> None:
+        given = type(config).__name__
+        expect(isinstance(config, PreTrainedConfig), "PagedCache", "config", "the model's config", given)
+        expect(tokens > 0, "PagedCache", "tokens", "1 or more", tokens)
+        expect(page_size >= 0, "PagedCache", "page_size", "0 or more tokens", page_size)
         self.config = config = config.get_text_config(decoder=True)
         self.planes: Planes | None = None
         layers: list[Layer]
@@ -75,7 +92,7 @@ class PagedCache(Cache):
             self._expect_dense(format, index_format)
             page_size = page_size or 64
             self.pages = PageAllocator(pages_for(tokens, page_size), page_size)
-            self._last: tuple[Any, tuple[Tensor, Tensor]] = None, (torch.empty(0), torch.empty(0))
+            self._forget()
             layers = [PagedLayer(self, format, index_format) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)
 
@@ -83,6 +100,7 @@ class PagedCache(Cache):
         kind = self.config.model_type
         other = any(getattr(self.config, name, None) for name in ("kv_lora_rank", "index_topk", "compress_ratios"))
         other = other or kind in FROM_THE_FIRST_SLOT
+        other = other or any(type(layer) not in DENSE for layer in DynamicCache(config=self.config).layers)
         expected = f"{', '.join(CLASSES)}, or a model whose cache holds keys and values"
         expect(not other, "PagedCache", "config", expected, kind, "use its own cache")
         for name, given, use in (("format", format, "kv"), ("index_format", index_format, "index")):
@@ -115,20 +133,33 @@ class PagedCache(Cache):
             self.planes.crop(-tokens_to_remove)
 
     def reset(self) -> None:
+        """Forget all sequences; the memory stays."""
         if self.planes is None:
             super().reset()
+            for b in range(self._batch):
+                self.pages.free(b)
+            self._forget()
         else:
             self.planes.reset()
+
+    def _forget(self) -> None:
+        self._batch = 0
+        self._last: tuple[Any, tuple[Tensor, Tensor]] = None, (torch.empty(0), torch.empty(0))
 
     def slots(self, batch: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Slots of tokens ``[start, start + count)`` of every sequence, int64 ``[B * count]``, and the page table."""
         step = batch, start, count, device
         if self._last[0] == step:  # every layer asks for the same
             return self._last[1]
-        for b in range(batch):
-            if not self.pages.known(b):
+        lengths = {layer.length for layer in self.layers if layer.is_initialized}
+        whole = lengths <= {start, start + count}
+        expect(whole, "PagedCache", "layers", "a last step that came to its end", "a part of one", RESET)
+        if not self._batch:
+            self._batch = batch
+            for b in range(batch):
                 self.pages.add(b)
-            self.pages.extend(b, max(start + count - self.pages.entries(b), 0))
+        expect(batch == self._batch, "PagedCache", "input_ids", f"{self._batch} sequences", batch, RESET)
+        make_room(self.pages, [start + count] * batch)
         table = torch.tensor([self.pages.page_table(b) for b in range(batch)], dtype=torch.int32, device=device)
         entries = torch.arange(start, start + count, device=device)
         size = self.pages.page_size
@@ -216,9 +247,7 @@ class PagedLayer(Layer):
         self.length += count
         keys, values = self.stored()[:2]
         entries = Entries(keys, values, self.index_plane or keys, table, self.length)
-        handed = key_states.view_as(key_states)
-        handed.sparse_attn_entries = entries  # type: ignore[attr-defined]
-        return handed, value_states
+        return Paged.of(key_states, entries), Paged.of(value_states, entries)
 
     def stored(self) -> list[Rows]:
         """Planes of keys and values, and of the index if there is one."""

@@ -78,6 +78,8 @@ def stepping(forward: Callable[..., Any]) -> Callable[..., Any]:
         config: Any = self.config
         kind, do = cache.config.model_type, "make the cache from the model's config"
         expect(config.model_type == kind, "PagedCache", "model", kind, config.model_type, do)
+        use = arguments.get("use_cache")  # without, ``generate`` would pass all tokens in every step
+        expect(use is not False, "PagedCache", "use_cache", "True", use, "leave out the cache")
         weights = arguments.get("output_attentions") or config.output_attentions
         expect(not weights, "attention", "output_attentions", "False", weights, "use another implementation")
         inputs: Any = arguments.get("input_ids")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import expect
 from ...layout import FORMATS, pages_for, slot
 from ...models import Model, Plane
-from ...serving.pages import PageAllocator
+from ...serving.pages import OutOfPages, PageAllocator
 from .attention import FORMATS as PLAIN
 from .attention import Rows
 
@@ -131,8 +131,7 @@ class Planes:
         seen = torch.cat([seen, self._new(seen, shape, attention_mask, device)], 1)
         new = seen[:, seen.shape[1] - count :]
         spans = tuple((now, now + more) for now, more in zip(self.tokens, new.sum(1).tolist(), strict=True))
-        for b, (_, end) in enumerate(spans):
-            self.pages.extend(b, max(end - self.pages.entries(b), 0))
+        make_room(self.pages, [end for _, end in spans])
         self.step = self._step(shape, spans, None if bool(new.all()) else new.flatten().nonzero()[:, 0], device)
         return seen
 
@@ -222,6 +221,20 @@ class Planes:
 
 
 RESET = "call reset() or make another cache"
+
+
+def make_room(pages: PageAllocator, ends: Sequence[int]) -> None:
+    """Let each sequence have the pages of so many tokens, or raise ``OutOfPages``."""
+    try:
+        for b, end in enumerate(ends):
+            pages.extend(b, max(end - pages.entries(b), 0))
+    except OutOfPages:
+        size = pages.page_size
+        needed = sum(pages_for(max(end, pages.entries(b)), size) for b, end in enumerate(ends))
+        raise OutOfPages(
+            f"PagedCache: tokens: expected {needed * size} or more for {len(ends)} sequences of up to {max(ends)} "
+            f"tokens in whole pages of {size}, got {pages.pages * size}; make a larger cache"
+        ) from None
 
 
 def numbered(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
