@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -195,10 +196,10 @@ def select_arguments(case: Selection) -> dict[str, Any]:
     return step(case, g) | given | case.options
 
 
-def attend_error_of(case: Case) -> float:
+def attend_error_of(case: Case, backend: str = BACKEND) -> float:
     """The largest error against the reference, on its own scale."""
     call = arguments(case)
-    out, lse = sparse_attn.attend(**call, return_lse=True, backend=BACKEND)
+    out, lse = sparse_attn.attend(**call, return_lse=True, backend=backend)
     a = Attend(**{name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()})
     expected = torch.empty(out.shape, dtype=torch.float64)
     expected_lse = torch.empty(lse.shape, dtype=torch.float64)
@@ -255,6 +256,28 @@ def check_large_pool() -> None:
     call |= dict(kv=pool, page_table=table + pages - len(plane))
     if not torch.equal(sparse_attn.attend(**call, backend=BACKEND)[0], expected):
         raise SystemExit(f"a pool of {pool.nbytes / 2**30:.1f} GiB gives other bits than a small one")
+
+
+def check_flash_mla() -> None:
+    """The other backend against the reference, where FlashMLA is installed; else why it is not checked."""
+    for format, dim in (("fp8_v32", 576), ("fp8_v4_planar", 512), ("bf16", 576)):
+        case = Case(f"flash_mla, {format}", 2, 3, 64, dim, 512, 200, 96, format)
+        try:
+            error = attend_error_of(case, "flash_mla")
+        except sparse_attn.NoBackend as refusal:
+            print(next(line.strip() for line in str(refusal).splitlines() if f"{format} rows:" in line), flush=True)
+            continue
+        if not error <= TOLERANCE:
+            raise SystemExit(f"{case.name}: error {error:.3g} against the reference")
+        call = arguments(case)
+        expected = sparse_attn.attend(**call, backend="flash_mla")
+        out = torch.zeros_like(expected)
+        replay = graph_of(partial(torch.ops.sparse_attn.attend.out, **call, backend="flash_mla", out=out))
+        out.zero_()
+        replay()
+        if not torch.equal(out, expected):
+            raise SystemExit(f"{case.name}: a graph gives other bits")
+        print(f"{case.name}: right, and captured", flush=True)
 
 
 def time_of(run: Callable[[], Any]) -> float:
@@ -417,6 +440,7 @@ def main() -> None:
     start = time.monotonic()
     check_rows()
     check_large_pool()
+    check_flash_mla()
     print(f"rows and pools are right, {time.monotonic() - start:.0f} s", flush=True)
     device = "interpreter" if INTERPRETED else torch.cuda.get_device_name()
     peak, bandwidth = limits()

@@ -32,12 +32,15 @@ from sparse_attn.backends.cuda_triton import convert as convert_host
 from sparse_attn.backends.cuda_triton import device, rows
 from sparse_attn.backends.cuda_triton import merge as merge_host
 from sparse_attn.backends.cuda_triton import select as select_host
+from sparse_attn.backends.cuda_triton import select_merge as merge_selections_host
 from sparse_attn.ops.attend import Attend
 from sparse_attn.ops.compress import Compress
 from sparse_attn.ops.convert import Convert
 from sparse_attn.ops.load import Load
 from sparse_attn.ops.merge import Merge
 from sparse_attn.ops.select import Select, outputs
+from sparse_attn.ops.select_merge import SelectMerge
+from sparse_attn.ops.select_merge import outputs as merged_outputs
 from sparse_attn.ops.store import Store
 
 PAGE = Path(__file__).parent.parent / "docs" / "cuda.md"
@@ -53,10 +56,7 @@ PRODUCTS = {"tcgen05": "UTCHMMA", "wgmma": "HGMMA", "mma.sync": "HMMA", "fma": "
 
 PROCESSORS = 132
 
-SHOWN = ("attend_kernel", "score_kernel")
-"""Kernels that the page shows for each architecture."""
-
-MULTIPLY = (*SHOWN, "sum_kernel")
+MULTIPLY = ("attend_kernel", "score_kernel", "sum_kernel")
 """Kernels that multiply matrices."""
 
 ATTENDS: dict[str, dict[str, Any]] = {
@@ -84,13 +84,49 @@ ATTENDS: dict[str, dict[str, Any]] = {
     "GQA 32/8, int8, dense, 600 rows": dict(cases.GQA, format="int8", v_format="int8", lengths=(600,), rows=(600,)),
 }
 STORED = ("bf16", "int4_index_h", "fp8_v32", "fp8_v4_planar", "fp4_v41")
-COMPRESSED = ("DeepSeek V4, ratio 4", "DeepSeek V4, window", "Qwen4, index keys of pools of 16 tokens")
+COMPRESSED = (
+    "DeepSeek V4, ratio 4",
+    "DeepSeek V4, window",
+    "Qwen4, index keys of pools of 16 tokens",
+    "mean keys of a dense model, int8",
+)
 _INDEX: dict[str, Any] = dict(heads=64, format="fp8_index_planar", k=2048)
 _V41_INDEX = dict(heads=32, format="fp4_index_planar", k=512, score_dtype="bf16")
-SELECTS: dict[str, dict[str, Any]] = {
+INDEXERS: dict[str, dict[str, Any]] = {
     "V3.2, fp8_index_planar, 64 heads": _INDEX,
     "V4.1, fp4_index_planar, takes candidates, by score": dict(_V41_INDEX, candidates=2048, order="score"),
 }
+_HEADS: dict[str, Any] = dict(heads=32, key_heads=8, weighted=False)
+SELECTORS: dict[str, dict[str, Any]] = {
+    "V3.2, 4096 tokens": dict(_INDEX, length=4096),
+    "V4.1, makes candidates": dict(_V41_INDEX, candidate_k=2048),
+    "GQA 32/8, int8_index_h, probabilities, 512 rows": dict(
+        _HEADS, format="int8_index_h", k=2048, score="softmax_sum", out_heads=8, rows=512
+    ),
+    "MiniMax-M3, blocks by best token, 512 rows": dict(
+        heads=4, weighted=False, format="bf16", k=16, score="dot", out_heads=4, block=128, pool="max", rows=512
+    ),
+    "MoBA, blocks by mean key, 512 rows": dict(
+        heads=8,
+        key_heads=8,
+        weighted=False,
+        format="bf16",
+        k=3,
+        score="dot",
+        out_heads=8,
+        block=2048,
+        pool="mean",
+        rows=512,
+    ),
+    "HISA, blocks by mean key, 512 rows": dict(_INDEX, k=64, block=128, pool="mean", rows=512),
+    "Quest, bounds, 32 heads": dict(_HEADS, format="bf16", k=64, score="dot", out_heads=32, ratio=16, bounds=True),
+}
+SHOWN = {*ATTENDS, *(f"select, {name}" for name in INDEXERS)}
+"""Calls whose matrix products the page shows for each architecture."""
+
+MERGED = (2, 8)
+"""Shards of 2048 selections each."""
+
 CONVERTED = (("fp8_v4", "fp8_v4_planar"), ("fp8_v32", "int8_v32"), ("bf16", "int8_index_h"))
 
 
@@ -108,6 +144,11 @@ class Compiled(NamedTuple):
     """Instructions that load 16 bytes."""
 
     @property
+    def shown(self) -> bool:
+        """Whether the page has a line for each architecture."""
+        return self.kernel in ("attend_kernel", "score_kernel") and self.case in SHOWN
+
+    @property
     def ok(self) -> bool:
         """Compiled to what it should be, within what the device has."""
         computes = self.products != "none" or self.kernel not in MULTIPLY
@@ -117,11 +158,11 @@ class Compiled(NamedTuple):
 class NoDevice:
     """A driver for an architecture that is not there."""
 
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -133,8 +174,11 @@ class NoDevice:
         return torch.device("cpu")
 
 
-def kernels_of(arch: int, launch: Callable[[], None]) -> list[tuple[str, dict[str, Any], Any]]:
-    """Name, options and code of every kernel that ``launch`` would start."""
+def kernels_of(
+    arch: int, launch: Callable[[], None], target: GPUTarget | None = None
+) -> list[tuple[str, dict[str, Any], Any]]:
+    """Name, options and code of every kernel that ``launch`` would start on ``arch``, compiled for ``target`` if it is
+    another."""
     found: list[tuple[str, dict[str, Any], Any]] = []
     run = JITFunction.run
 
@@ -143,7 +187,7 @@ def kernels_of(arch: int, launch: Callable[[], None]) -> list[tuple[str, dict[st
         found.append((self.fn.__name__, options, run(self, *args, grid=grid, warmup=True, **options)))
 
     interpreted = device.INTERPRETED
-    triton.runtime.driver.set_active(NoDevice(arch))
+    triton.runtime.driver.set_active(NoDevice(target or GPUTarget("cuda", arch, 32)))
     JITFunction.run = compile_only
     device.INTERPRETED = device.Device(arch, PROCESSORS)
     try:
@@ -223,11 +267,14 @@ def select(
     key_heads: int = 1,
     weighted: bool = True,
     candidates: int = 0,
+    rows: int = 1,
+    length: int = 131072,
     **options: Any,
 ) -> Callable[[], None]:
-    """A call over 131072 tokens."""
-    f, page_size, length, rows, dim = layout.FORMATS[format], 64, 131072, 1, 128
-    keys = torch.zeros(f.shape(2, page_size, key_heads, dim), dtype=getattr(torch, f.dtype))
+    """A call of the last ``rows`` of ``length`` tokens."""
+    f, page_size, dim = layout.FORMATS[format], 64, 128
+    width = 2 * dim if options.get("bounds") else dim
+    keys = torch.zeros(f.shape(2, page_size, key_heads, width), dtype=getattr(torch, f.dtype))
     if f.scale_dtype:
         options["key_scale"] = torch.zeros(2, page_size, key_heads, dtype=torch.half)
     if candidates:
@@ -242,6 +289,13 @@ def select(
     )
 
 
+def select_merge(shards: int) -> Callable[[], None]:
+    indices = torch.zeros(shards, 4, 1, 2048, dtype=torch.int32)
+    a = SelectMerge(indices, torch.zeros(indices.shape), torch.zeros(shards, 4, dtype=torch.int32), 2048, order="score")
+    given = [torch.empty(o.shape, dtype=o.dtype) for o in merged_outputs(a)]
+    return lambda: merge_selections_host.select_merge(a, *given)
+
+
 CALLS: dict[str, Callable[[], Callable[[], None]]] = {
     **{name: partial(attend, options) for name, options in ATTENDS.items()},
     **{f"store, {format}": partial(store, format) for format in STORED},
@@ -249,7 +303,8 @@ CALLS: dict[str, Callable[[], Callable[[], None]]] = {
     **{f"convert, {src} to {dst}": partial(convert, src, dst) for src, dst in CONVERTED},
     **{f"compress, {of}": partial(compress, of) for of in COMPRESSED},
     "merge, 4 parts": merge,
-    **{f"select, {name}": partial(select, **options) for name, options in SELECTS.items()},
+    **{f"select, {name}": partial(select, **options) for name, options in (INDEXERS | SELECTORS).items()},
+    **{f"select_merge, {shards} shards": partial(select_merge, shards) for shards in MERGED},
 }
 
 
@@ -289,7 +344,7 @@ def tables(found: list[Compiled]) -> Iterator[tuple[str, list[str]]]:
     """Heads of the tables of the page, and their lines."""
     lines = []
     for c in found:
-        if c.kernel in SHOWN:
+        if c.shown:
             cells = (c.case, target(c.arch), c.tile, c.registers, c.spilled, c.shared, c.products)
             lines.append(f"| {' | '.join(map(str, cells))} |")
     yield (
@@ -298,7 +353,7 @@ def tables(found: list[Compiled]) -> Iterator[tuple[str, list[str]]]:
     )
     others: dict[tuple[str, str], list[Compiled]] = {}
     for c in found:
-        if c.kernel not in SHOWN:
+        if not c.shown:
             others.setdefault((c.kernel, c.case), []).append(c)
     lines = []
     for (kernel, case), of in others.items():

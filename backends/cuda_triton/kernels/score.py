@@ -131,8 +131,9 @@ def entry_products(tiles, entry, active, low, high, keys, KEY: tl.constexpr, SHA
 
 
 @triton.jit
-def entry_at(place, candidates, candidate_block, width):
+def entry_at(place, units):
     """The entry that stands at a place, -1 for one of no candidate block."""
+    _, _, candidates, candidate_block, width, _ = units
     if candidates is None:
         return place
     else:
@@ -143,7 +144,7 @@ def entry_at(place, candidates, candidate_block, width):
 @triton.jit
 def place_products(tiles, place, active, units, keys, KEY: tl.constexpr, SHAPE: tl.constexpr, HOW: tl.constexpr):
     """The same of places. Of a unit's mean key: the mean over the entries that the row sees."""
-    low, high, candidates, candidate_block, width, block = units
+    low, high, _, _, _, block = units
     if HOW.mean:
         N: tl.constexpr = place.shape[0]
         SUM: tl.constexpr = tl.float64 if tiles[0].dtype == tl.float64 else tl.float32
@@ -158,8 +159,7 @@ def place_products(tiles, place, active, units, keys, KEY: tl.constexpr, SHAPE: 
             lost = lost | unpaged.to(tl.int32)
         return x / tl.maximum(count, 1)[:, :, None], count > 0, lost > 0
     else:
-        entry = entry_at(place, candidates, candidate_block, width)
-        return entry_products(tiles, entry, active, low, high, keys, KEY, SHAPE, HOW)
+        return entry_products(tiles, entry_at(place, units), active, low, high, keys, KEY, SHAPE, HOW)
 
 
 @triton.jit
@@ -205,9 +205,13 @@ def candidates_in(candidates, candidate_block, count, low, high):
 
 
 @triton.jit
-def rows_of(sight, goals, candidates, candidate_block, width, first_row, rows, block, HOW: tl.constexpr):
-    """Rows of a program: their numbers, which of them there are, sequences, what they see, which are scored, and their
-    places."""
+def rows_of(sight, goals, candidates, candidate_block, width, list, first_row, rows, block, HOW: tl.constexpr):
+    """Rows of a program: their numbers, which of them there are, sequences, which are scored, their places, and what
+    gives the entries of places."""
+    if candidates is not None:
+        candidates += (first_row.to(tl.int64) * HOW.candidate_lists + list % HOW.candidate_lists) * (
+            width // candidate_block
+        )
     row = first_row + tl.arange(0, HOW.rows)
     inside = row < tl.minimum(rows, first_row + HOW.step)
     sequence = tl.load(sight.sequence + row, mask=inside, other=-1)
@@ -232,7 +236,8 @@ def rows_of(sight, goals, candidates, candidate_block, width, first_row, rows, b
         place_low = low * 0
         place_high = low * 0 + width
     place_high = tl.where(low < high, place_high, 0)
-    return row, inside, sequence, low, high, scored, place_low, place_high
+    units = low, high, candidates, candidate_block, width, block
+    return row, inside, sequence, scored, place_low, place_high, units
 
 
 @triton.jit
@@ -280,15 +285,10 @@ def sum_kernel(
     segment = program % HOW.segments
     list = program // HOW.segments % HOW.lists
     first_row = program // HOW.segments // HOW.lists * HOW.step
-    if candidates is not None:
-        candidates += (first_row.to(tl.int64) * HOW.candidate_lists + list % HOW.candidate_lists) * (
-            width // candidate_block
-        )
-    row, inside, sequence, low, high, scored, place_low, place_high = rows_of(
-        sight, goals, candidates, candidate_block, width, first_row, rows, block, HOW
+    row, inside, sequence, scored, place_low, place_high, units = rows_of(
+        sight, goals, candidates, candidate_block, width, list, first_row, rows, block, HOW
     )
     key_head, head, exists = heads_of(list, segment, HOW)
-    units = low, high, candidates, candidate_block, width, block
     tiles = query_tiles(query, row, scored, head, exists, SHAPE, HOW, COMPUTE)
     m = tl.full((HOW.rows, HOW.block_h), float("-inf"), tl.float32)
     sums = tl.full((HOW.rows, HOW.block_h), 0, tl.float32)
@@ -361,16 +361,11 @@ def score_kernel(
     chunk = tl.program_id(1)
     list = program % HOW.lists
     first_row = program // HOW.lists * HOW.step
-    if candidates is not None:
-        candidates += (first_row.to(tl.int64) * HOW.candidate_lists + list % HOW.candidate_lists) * (
-            width // candidate_block
-        )
-    row, inside, sequence, low, high, scored, place_low, place_high = rows_of(
-        sight, goals, candidates, candidate_block, width, first_row, rows, block, HOW
+    row, inside, sequence, scored, place_low, place_high, units = rows_of(
+        sight, goals, candidates, candidate_block, width, list, first_row, rows, block, HOW
     )
     free_low = tl.load(sight.free_low + row, mask=inside, other=0)
     free_high = tl.load(sight.free_high + row, mask=inside, other=0)
-    units = low, high, candidates, candidate_block, width, block
     to = scores + (row.to(tl.int64) * HOW.lists + list) * width
 
     if HOW.scores_all == 0 and HOW.pooled == 0:
@@ -379,7 +374,7 @@ def score_kernel(
         first, last = blocks_of(unscored, place_low, place_high, chunk, HOW)
         for n in tl.range(first, last):
             place = n * HOW.block_n + tl.arange(0, HOW.block_n)
-            unit = entry_at(place, candidates, candidate_block, width)
+            unit = entry_at(place, units)
             free = (unit[:, None] >= free_low[None, :]) & (unit[:, None] < free_high[None, :])
             mask = unscored[None, :] & (place < width)[:, None]
             tl.store(to[None, :] + place[:, None], tl.where(free, 0.0, float("-inf")), mask=mask)
@@ -417,7 +412,7 @@ def score_kernel(
             score = tl.where(seen & (score == score), score, float("-inf"))
             score = tl.where(seen & lost[:, None], float("nan"), score)
             if candidates is not None:
-                entry = entry_at(place, candidates, candidate_block, width)[:, None]
+                entry = entry_at(place, units)[:, None]
                 score = tl.where((entry >= free_low[None, :]) & (entry < free_high[None, :]), score, float("-inf"))
             mask = active[None, :] & (place < width)[:, None]
             tl.store(to[None, :] + place[:, None], score.to(tl.float32), mask=mask)
