@@ -64,6 +64,8 @@ def choose(
     kind = dict(LISTS=lists, DIGITS=digits, num_warps=8)
     if width <= MOST_PLACES:
         places = max(power_of_two(width), BINS)
+        if numbers is not None and places == MOST_PLACES:
+            kind["num_warps"] = 16  # ranks with numbers take twice the registers
         choose_kernel[rows * lists,](scores, numbers, width, goals, among, k, to, BLOCK=places, **kind)
         return
     parts = -(-width // MOST_PLACES)

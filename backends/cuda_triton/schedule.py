@@ -128,14 +128,15 @@ class ScoreTile(NamedTuple):
 
 
 @cache
-def score_tile_of(heads: int, shape: Shape, compute_bytes: int, apart: bool, mean: bool) -> ScoreTile:
+def score_tile_of(heads: int, shape: Shape, compute_bytes: int, apart: bool, mean: bool, softmax: bool) -> ScoreTile:
     """Tile for segments of ``heads`` query heads. Rows are scored together, unless they lie ``apart``, while they and
     their heads are few. Where they lie apart too there is room for as many as fill a matrix product, so that sums over
     heads have the same form."""
     wide = shape.leads == 2 or compute_bytes > 2
-    lanes = SMALLEST if wide else 64
+    lanes = SMALLEST if wide else 32 if softmax else 64  # exponents of more spill for sm_100
     block_h = min(power_of_two(heads), lanes)
     least = max(SMALLEST // block_h, 1)
     rows = least if apart else min(lanes // block_h, 16)  # beside the marks of what more rows see there is no room
-    places = SMALLEST if compute_bytes == 8 else 32 if wide or mean else 64
+    full = mean and rows * block_h == 64  # products are added to others
+    places = SMALLEST if compute_bytes == 8 or full else 32 if wide or mean else 64
     return ScoreTile(rows, 1 if apart else rows, block_h, places, 4, 2)

@@ -220,7 +220,8 @@ class _Rows:
         shape, compute = shape_of(dim, 1, None), _compute(a)
         heads_a_list, heads_a_key = a.q.shape[1] // a.out_heads, a.q.shape[1] // key_heads
         apart = a.max_seqlen_q == 1 or candidates is not None  # rows have no keys in common
-        tile = score_tile_of(min(heads_a_list, heads_a_key), shape, compute.itemsize, apart, self.mean)
+        softmax = a.score == "softmax_sum"
+        tile = score_tile_of(min(heads_a_list, heads_a_key), shape, compute.itemsize, apart, self.mean, softmax)
         how = self._how(tile, heads_a_list, heads_a_key, candidates, device_of(a.q).hardware_fp8)
         keys, key = planes.rows("select", "keys", a.keys, a.format, page_size, a.key_scale), planes.codes(a.format, dim)
         if how.row_scale:
@@ -249,7 +250,7 @@ class _Rows:
             num_stages=tile.stages,
         )
         largest = total = None
-        if a.score == "softmax_sum":
+        if softmax:
             cells = self.rows * a.q.shape[1]
             largest, total = self._floats(cells, chunks), self._floats(cells, chunks)
             sum_kernel[groups * a.out_heads * how.segments, chunks](*call, largest, total, **kind)

@@ -42,12 +42,10 @@ def next_byte(counts, wanted):
 
 
 @triton.jit
-def byte_counts(rank, prefix, DIGITS: tl.constexpr, DIGIT: tl.constexpr):
-    """How many ranks whose first DIGIT bytes are ``prefix`` have each next byte."""
-    counts = rank > 0
-    if DIGIT > 0:
-        counts = counts & (rank.to(tl.uint64) >> (8 * (DIGITS - DIGIT)) == prefix)
-    return tl.histogram(((rank >> (8 * (DIGITS - 1 - DIGIT))) & 0xFF).to(tl.int32), BINS, mask=counts)
+def byte_counts(rank, prefix, digit, DIGITS: tl.constexpr):
+    """How many ranks whose first ``digit`` bytes are ``prefix`` have each next byte."""
+    first = rank.to(tl.uint64) >> (8 * (DIGITS - 1 - digit))
+    return tl.histogram((first & 0xFF).to(tl.int32), BINS, mask=(rank > 0) & (first >> 8 == prefix))
 
 
 @triton.jit
@@ -84,7 +82,7 @@ def histogram_kernel(
         place = first + tl.arange(0, BLOCK)
         rank, _ = ranks(scores, numbers, cell * width + place, (place >= low) & (place < high))
         prefix, _ = cutoff(histograms, cell, tl.load(goals.wanted + row), DIGITS, DIGIT)
-        found = byte_counts(rank, prefix, DIGITS, DIGIT)
+        found = byte_counts(rank, prefix, DIGIT, DIGITS)
         at = histograms + (cell * DIGITS + DIGIT) * BINS + tl.arange(0, BINS)
         tl.atomic_add(at, found, mask=found > 0, sem="relaxed")
 
@@ -242,8 +240,8 @@ def choose_kernel(
     rank, score = ranks(scores, numbers, cell * width + place, mask)
     wanted = tl.load(goals.wanted + row)
     last = (wanted * 0).to(tl.uint64)
-    for digit in tl.static_range(0, DIGITS):
-        byte, wanted = next_byte(byte_counts(rank, last, DIGITS, digit), wanted)
+    for digit in tl.range(0, DIGITS):  # unrolled, all bytes of all ranks would stand in registers
+        byte, wanted = next_byte(byte_counts(rank, last, digit, DIGITS), wanted)
         last = (last << 8) | byte.to(tl.uint64)
     above = rank > last
     at = (rank == last) & (rank > 0)
