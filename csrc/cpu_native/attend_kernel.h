@@ -321,8 +321,8 @@ class Attention {
     const PlaneParams& plane = *tile.plane;
     if (plane.group == 0) return native(tile, plane.k, tile.k, k_buffer_, converted);
     return convert(tile, k_buffer_, converted, [&](int n, Element* to) {
-      const GroupScales scales(plane.k_scale.type, tile.scales[n], plane.k_scale.dim);
-      scale_row(plane.k.type, tile.k[n], plane.k.dim, plane.group, scales, to);
+      const GroupScales scales(plane.k_scale.type, tile.scales[n], plane.k_scale.dim, plane.group);
+      scale_row(plane.k.type, tile.k[n], plane.k.dim, scales, to);
       if (plane.rope.dim > 0)
         convert_row(plane.rope.type, tile.rope[n], plane.rope.dim, to + plane.k.dim);
     });

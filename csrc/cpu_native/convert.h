@@ -59,25 +59,40 @@ inline void convert_row(Number from, const char* row, int32_t dim, float* to) {
 // Most groups of a row that have a scale each.
 constexpr int kMaxGroups = 32;
 
-// The scales of a row's groups. Formats of which groups have scales have no more.
-struct GroupScales {
-  GroupScales(Number type, const char* from, int32_t groups) {
-    convert_row(type, from, groups, at);
+// The scales of a row's groups of `size` elements, a power of two from 16 on. Formats of which
+// groups have scales have no more.
+class GroupScales {
+ public:
+  GroupScales(Number type, const char* from, int32_t groups, int32_t size)
+      : groups_(groups), shift_(size > 0 ? __builtin_ctz(static_cast<uint32_t>(size)) : 31) {
+    convert_row(type, from, groups, at_);
   }
 
-  Floats of(int32_t group) const { return broadcast(at[group]); }
+  // Of element i. Without a division, which takes longer than what is done with the scale.
+  float at(int32_t i) const { return at_[i >> shift_]; }
+  Floats of(int32_t i) const { return broadcast(at(i)); }
 
-  float at[kMaxGroups];
+  // Whether every scale is a power of two, and such that no product leaves the normal numbers.
+  bool move_exponents() const {
+    for (int32_t i = 0; i < groups_; ++i) {
+      const uint32_t bits = bits_of(at_[i]);
+      if ((bits & 0x007fffff) != 0 || bits < 10u << 23 || bits > 246u << 23) return false;
+    }
+    return true;
+  }
+
+ private:
+  float at_[kMaxGroups];
+  int32_t groups_, shift_;
 };
 
-// Elements times the scales of their groups, each product rounded to float32. Groups are of 16
-// elements or a multiple.
-inline void scale_row(Number from, const char* row, int32_t dim, int32_t group,
-                      const GroupScales& scales, float* to) {
+// Elements times the scales of their groups, each product rounded to float32.
+inline void scale_row(Number from, const char* row, int32_t dim, const GroupScales& scales,
+                      float* to) {
   with_type(from, [&](auto type) {
     constexpr Number kFrom = type;
     for (int32_t i = 0; i < dim; i += kWidth)
-      store(to + i, load_as_floats<kFrom>(row + bytes_of(kFrom, i)) * scales.of(i / group));
+      store(to + i, load_as_floats<kFrom>(row + bytes_of(kFrom, i)) * scales.of(i));
   });
 }
 
@@ -175,24 +190,14 @@ inline void convert_row(Number from, const char* row, int32_t dim, uint16_t* to)
   with_type(from, [=](auto type) { convert_row<type>(row, dim, to); });
 }
 
-// Whether every scale is a power of two, and such that no product leaves the normal numbers.
-inline bool moves_exponents(const GroupScales& scales, int32_t groups) {
-  for (int32_t i = 0; i < groups; ++i) {
-    const uint32_t bits = bits_of(scales.at[i]);
-    if ((bits & 0x007fffff) != 0 || bits < 10u << 23 || bits > 246u << 23) return false;
-  }
-  return true;
-}
-
-// e4m3 times such scales, as a sum in the exponent. Rows are of a multiple of 64 elements.
-inline void scale_e4m3(const char* row, int32_t dim, int32_t group, const GroupScales& scales,
-                       uint16_t* to) {
+// e4m3 times powers of two, as a sum in the exponent. Rows are of a multiple of 64 elements.
+inline void move_e4m3(const char* row, int32_t dim, const GroupScales& scales, uint16_t* to) {
   for (int32_t i = 0; i < dim; i += 2 * kPair) {
     __m512i x[2];
     look_up_e4m3(kMarkedE4m3, row + i, x);
     for (int j = 0; j < 2; ++j) {
       const int32_t at = i + j * kPair;
-      const int32_t exponent = static_cast<int32_t>(bits_of(scales.at[at / group]) >> 23) - 127;
+      const int32_t exponent = static_cast<int32_t>(bits_of(scales.at(at)) >> 23) - 127;
       const __m512i move = _mm512_set1_epi16(static_cast<int16_t>(exponent * 128 - 1));
       const __mmask32 moved = _mm512_test_epi16_mask(x[j], _mm512_set1_epi16(1));
       _mm512_storeu_si512(to + at, _mm512_mask_add_epi16(x[j], moved, x[j], move));
@@ -200,15 +205,27 @@ inline void scale_e4m3(const char* row, int32_t dim, int32_t group, const GroupS
   }
 }
 
+// e4m3 times any scales, products rounded to float32 and then to bf16.
+inline void scale_e4m3(const char* row, int32_t dim, const GroupScales& scales, uint16_t* to) {
+  for (int32_t i = 0; i < dim; i += 2 * kPair) {
+    __m512i x[2];
+    look_up_e4m3(kE4m3, row + i, x);
+    for (int j = 0; j < 2; ++j) {
+      const Floats even = (Floats)_mm512_slli_epi32(x[j], 16);
+      const Floats odd = (Floats)_mm512_and_si512(x[j], _mm512_set1_epi32(~0xffff));
+      const Floats scale = scales.of(i + j * kPair);
+      store(to + i + j * kPair, pair_bf16(even * scale, odd * scale));
+    }
+  }
+}
+
 // e2m1 times the scales of groups: a table of all products for each 16 elements.
-inline void scale_e2m1(const char* row, int32_t dim, int32_t group, const GroupScales& scales,
-                       uint16_t* to) {
+inline void scale_e2m1(const char* row, int32_t dim, const GroupScales& scales, uint16_t* to) {
   const char codes[] = "\x10\x32\x54\x76\x98\xba\xdc\xfe";
   const Floats numbers = load_as_floats<Number::kE2m1>(codes);
   const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
   for (int32_t i = 0; i < dim; i += kPair) {
-    const Floats products =
-        join_bf16(numbers * scales.of(i / group), numbers * scales.of((i + kWidth) / group));
+    const Floats products = join_bf16(numbers * scales.of(i), numbers * scales.of(i + kWidth));
     __m512i x = (__m512i)load_bytes(row + i / 2);
     x = _mm512_or_si512(x, _mm512_slli_epi32(x, 12));
     x = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi16(15)), second);
@@ -218,15 +235,17 @@ inline void scale_e2m1(const char* row, int32_t dim, int32_t group, const GroupS
 
 // As above, products rounded to bf16. Exact if elements are e4m3 and scales are powers of two, or
 // if elements are e2m1.
-inline void scale_row(Number from, const char* row, int32_t dim, int32_t group,
-                      const GroupScales& scales, uint16_t* to) {
-  if (from == Number::kE2m1) return scale_e2m1(row, dim, group, scales, to);
-  if (from == Number::kE4m3 && dim % (2 * kPair) == 0 && moves_exponents(scales, dim / group))
-    return scale_e4m3(row, dim, group, scales, to);
+inline void scale_row(Number from, const char* row, int32_t dim, const GroupScales& scales,
+                      uint16_t* to) {
+  if (from == Number::kE2m1) return scale_e2m1(row, dim, scales, to);
+  if (from == Number::kE4m3 && dim % (2 * kPair) == 0) {
+    return scales.move_exponents() ? move_e4m3(row, dim, scales, to)
+                                   : scale_e4m3(row, dim, scales, to);
+  }
   with_type(from, [&](auto type) {
     constexpr Number kFrom = type;
     const auto scaled = [&](int32_t i) {
-      return load_as_floats<kFrom>(row + bytes_of(kFrom, i)) * scales.of(i / group);
+      return load_as_floats<kFrom>(row + bytes_of(kFrom, i)) * scales.of(i);
     };
     for (int32_t i = 0; i < dim; i += kPair)
       store(to + i, join_bf16(scaled(i), scaled(i + kWidth)));

@@ -24,8 +24,8 @@ void decode(const Codec& codec, const EntryParts& parts, int64_t dim, float* to)
     if (groups == 1) convert_row(codec.scale, parts.scales, 1, &scale);
     for (int32_t i = 0; groups == 1 && i < stored; ++i) to[i] *= scale;
   } else {
-    const GroupScales scales(codec.scale, parts.scales, groups);
-    scale_row(codec.element, parts.values, stored, codec.group, scales, to);
+    const GroupScales scales(codec.scale, parts.scales, groups, codec.group);
+    scale_row(codec.element, parts.values, stored, scales, to);
   }
   convert_row(Number::kBf16, parts.rope, codec.rope, to + stored);
 }
@@ -34,12 +34,12 @@ void decode(const Codec& codec, const EntryParts& parts, int64_t dim, float* to)
 void decode_bf16(const Codec& codec, const EntryParts& parts, int64_t dim, uint16_t* to) {
   const auto stored = static_cast<int32_t>(dim - codec.rope);
   const int32_t groups = groups_of(codec, stored), group = codec.group ? codec.group : stored;
-  const GroupScales scales(codec.scale, parts.scales, groups);
+  const GroupScales scales(codec.scale, parts.scales, groups, codec.group);
   with_type(codec.element, [&](auto type) {
     constexpr Number kFrom = type;
     for (int32_t begin = 0; begin < stored; begin += group) {
       const char* row = parts.values + bytes_of(kFrom, begin);
-      const Floats scale = groups ? scales.of(begin / group) : broadcast(1);
+      const Floats scale = groups ? scales.of(begin) : broadcast(1);
       int32_t i = 0;
       for (; i + kWidth <= group; i += kWidth)
         store_bf16(to + begin + i, load_as_floats<kFrom>(row + bytes_of(kFrom, i)) * scale);

@@ -130,9 +130,9 @@ class SelectKeys {
   void convert(const char* row, const Place& place, int64_t key_head, To* to) const {
     const PlaneParams& keys = p_.keys;
     if (keys.group == 0) return convert_row(keys.k.type, row, keys.k.dim, to);
-    const GroupScales scales(keys.k_scale.type, at(keys.k_scale, place, key_head),
-                             keys.k_scale.dim);
-    scale_row(keys.k.type, row, keys.k.dim, keys.group, scales, to);
+    const GroupScales scales(keys.k_scale.type, at(keys.k_scale, place, key_head), keys.k_scale.dim,
+                             keys.group);
+    scale_row(keys.k.type, row, keys.k.dim, scales, to);
     if (keys.rope.dim == 0) return;
     convert_row(keys.rope.type, at(keys.rope, place, 0), keys.rope.dim, to + keys.k.dim);
   }
