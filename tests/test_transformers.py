@@ -154,6 +154,46 @@ def test_packed_sequences_and_holes() -> None:
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
+def encoder_decoder(kind: str) -> tuple[nn.Module, nn.Module]:
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, num_heads=2)
+    sizes = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    config = transformers.AutoConfig.for_model(kind, vocab_size=97, decoder_start_token_id=2, **sizes | heads)
+    torch.manual_seed(0)
+    eager = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("sparse_attn")
+    return eager, ours
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@torch.no_grad()
+def test_encoder_and_decoder(padded: bool) -> None:
+    """Layers that see all tokens, with a mask and without one, and cross attention."""
+    eager, ours = encoder_decoder("bart")
+    ids = torch.randint(3, 97, (2, 12))
+    seen = torch.ones_like(ids)
+    seen[1, 7:] = 1 - padded
+    options = dict(attention_mask=seen, max_new_tokens=8, do_sample=False, num_beams=1)
+    expected = eager.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options), expected)
+    own = transformers.EncoderDecoderCache(PagedCache(ours.config, tokens=64, page_size=8), transformers.DynamicCache())
+    assert torch.equal(ours.generate(ids, **options, cache=own), expected)
+    step = dict(attention_mask=seen, decoder_input_ids=expected)
+    torch.testing.assert_close(ours(ids, **step).logits, eager(ids, **step).logits)
+
+
+@torch.no_grad()
+def test_images() -> None:
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    config.image_size, config.patch_size = 32, 8
+    torch.manual_seed(0)
+    eager = transformers.ViTModel._from_config(config, attn_implementation="eager").eval()
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("sparse_attn")
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(images).last_hidden_state, eager(images).last_hidden_state)
+
+
 @torch.no_grad()
 def test_bfloat16() -> None:
     eager, ours = (model.bfloat16() for model in pair("llama"))
@@ -199,6 +239,12 @@ def test_refusals() -> None:
         pytest.raises(InvalidCall, match="attention_mask: expected a mask that only hides, got a bias"),
     ):
         ours(ids, attention_mask=torch.randn(1, 1, 9, 9))
+    whole = torch.ones(1, 1, 9, 9, dtype=torch.int32)
+    with torch.no_grad(), pytest.raises(InvalidCall, match="expected bool or a floating type, got torch.int32"):
+        ours(ids, attention_mask=whole)
+    biased = encoder_decoder("t5")[1]
+    with torch.no_grad(), pytest.raises(InvalidCall, match="position_bias: expected None, got float32 .*; use another"):
+        biased(ids, decoder_input_ids=ids)
     with pytest.raises(ValueError, match="Selection: ratio: expected a number above 0 and at most 1, got 0"):
         Selection(0)
     with pytest.raises(InvalidCall, match="set_selection: selection: expected a Selection or None, got float"):
@@ -248,6 +294,9 @@ def test_paged_cache_in_int8() -> None:
     sparse = ours(ids, cache=cache).logits
     assert (sparse - expected).abs().max() > 0
     assert torch.equal(sparse[:, :5].argmax(-1), expected[:, :5].argmax(-1))
+    plain = PagedCache(ours.config, tokens=128, format="int8", index_format="bf16")
+    ours(ids, cache=plain)
+    assert plain.nbytes == 3 * 128 * 2 * (2 * (8 + 2) + 2 * 8)
 
 
 def test_paged_cache_refuses() -> None:

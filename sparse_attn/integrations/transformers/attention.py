@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function, eager_mask
 
 from ... import attend, layout, select
-from ...checks import InvalidCall, expect
+from ...checks import InvalidCall, describe, expect
 
 NAME = "sparse_attn"
 FORMATS = {getattr(torch, layout.FORMATS[name].dtype): name for name in layout.PLAIN_FORMATS}
@@ -90,7 +90,7 @@ def mask(
         ranges = causal_ranges(batch_size, q_length, q_offset, attention_mask, device)
         if ranges is not None:
             return ranges[:, None]
-    made = eager_mask(
+    made: Tensor | None = eager_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -103,8 +103,9 @@ def mask(
         config=config,
         **kwargs,
     )
-    if not torch.compiler.is_compiling():  # ``generate`` makes masks before it calls what it compiled
-        made.sparse_attn_visible = visible_of(made, batch_size, q_length, kv_length)
+    # None where all is visible. ``generate`` makes masks before it calls what it compiled
+    if made is not None and not torch.compiler.is_compiling():
+        made.sparse_attn_visible = visible_of(made, batch_size, q_length, kv_length)  # type: ignore[attr-defined]
     return made
 
 
@@ -155,7 +156,8 @@ def attention(
     """
     for name in ("softcap", "position_bias", "sinks", "output_attentions", "head_mask"):
         given = kwargs.get(name)
-        expect(given is None or given is False, "attention", name, "None", given, "use another implementation")
+        got = describe(given) if isinstance(given, Tensor) else given
+        expect(given is None or given is False, "attention", name, "None", got, "use another implementation")
     expect(dropout == 0, "attention", "dropout", "0", dropout, "call model.eval()")
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     expect(not gradient, "attention", "query", "no gradient", "requires_grad", "use torch.no_grad()")
@@ -175,7 +177,7 @@ def attention(
         max_seqlen_q=queries,
         max_seq_len=length,
         page_table=entries.page_table,
-        kv_range=ranges.flatten(0, 1),
+        kv_range=ranges.flatten(0, 1).contiguous(),
     )
     q = query.transpose(1, 2).flatten(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -283,7 +285,7 @@ def visible(
             high = high - torch.arange(queries - 1, -1, -1, device=device)
         ranges = torch.stack([torch.zeros_like(high), high], -1).int()
         return ranges.expand(batch, queries, 2), None
-    if attention_mask.dtype == torch.int32:
+    if attention_mask.dtype == torch.int32 and attention_mask.shape[-1] == 2:
         return attention_mask[:, 0], None
     found = getattr(attention_mask, "sparse_attn_visible", None)  # layers share their masks
     if found is None:
@@ -296,6 +298,9 @@ def visible_of(attention_mask: Tensor, batch: int, queries: int, length: int) ->
     shape = [*attention_mask.shape]
     ok = len(shape) == 4 and shape[0] in (1, batch) and shape[1] == 1 and shape[2] == queries and shape[3] >= length
     expect(ok, "attention", "attention_mask", f"[{batch}, 1, {queries}, {length}]", shape)
+    kind = attention_mask.dtype
+    known = kind == torch.bool or kind.is_floating_point
+    expect(known, "attention", "attention_mask", "bool or a floating type", kind, "call .bool() on a mask of 0 and 1")
     seen = attention_mask[:, 0, :, :length].expand(batch, queries, length)
     if seen.dtype != torch.bool:
         hidden = seen <= torch.finfo(seen.dtype).min / 2

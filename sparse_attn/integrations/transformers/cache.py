@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 from ... import configs, store
 from ...checks import InvalidCall, expect, refuse
 from ...layout import FORMATS as LAYOUTS
-from ...layout import names, pages_for, slot
+from ...layout import PLAIN_FORMATS, names, pages_for, slot
 from ...serving.pages import PageAllocator
 from .. import capabilities
 from .attention import FORMATS, FROM_THE_FIRST_SLOT, NAME, Entries, Paged, Rows
@@ -104,7 +104,7 @@ class PagedCache(Cache):
         expected = f"{', '.join(CLASSES)}, or a model whose cache holds keys and values"
         expect(not other, "PagedCache", "config", expected, kind, "use its own cache")
         for name, given, use in (("format", format, "kv"), ("index_format", index_format, "index")):
-            known = ("", *names(use, packed=False))
+            known = ("", *dict.fromkeys((*PLAIN_FORMATS, *names(use, packed=False))))
             expect(given in known, "PagedCache", name, f"one of {', '.join(map(repr, known))}", repr(given))
 
     @property
