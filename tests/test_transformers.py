@@ -34,6 +34,10 @@ def tiny(kind: str, **changes) -> nn.Module:
         options |= dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     if kind == "gemma3_text":
         options |= dict(sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    if kind == "deepseek_v3":
+        options |= dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12)
+        options |= dict(num_key_value_heads=6, first_k_dense_replace=2, n_routed_experts=4, num_experts_per_tok=2)
+        options |= dict(n_group=1, topk_group=1, moe_intermediate_size=32, head_dim=4)
     config = transformers.AutoConfig.for_model(kind, **options)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
@@ -54,7 +58,7 @@ def pair(kind: str, **changes) -> tuple[nn.Module, nn.Module]:
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt_oss", "gemma3_text"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek_v3"])
 @torch.no_grad()
 def test_logits(kind: str) -> None:
     eager, ours = pair(kind)
@@ -62,7 +66,7 @@ def test_logits(kind: str) -> None:
     torch.testing.assert_close(ours(ids).logits, eager(ids).logits, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek_v3"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_padding(kind: str, side: str) -> None:
@@ -82,7 +86,7 @@ def test_padding(kind: str, side: str) -> None:
         torch.testing.assert_close(got[b, real[b]], alone, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek_v3"])
 @pytest.mark.parametrize("cache", [None, "static"])
 @torch.no_grad()
 def test_generate_in_a_batch_with_padding(kind: str, cache: str | None) -> None:

@@ -49,6 +49,7 @@ class Capability:
 
 CAPABILITIES = (
     Capability("transformers", "any", "gqa", (*PLAIN, "int8"), (*PLAIN, "int8_index_h", "int4_index_h"), "native", ""),
+    Capability("transformers", "any", "mla", PLAIN, (), "native", "keys expanded"),
     Capability("transformers", "any", "dsa", PLAIN, (), "native", "keys expanded; transformers selects"),
     Capability(
         "transformers",
