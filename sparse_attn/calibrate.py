@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from .plan import preset
@@ -92,6 +93,12 @@ def _measure(options: argparse.Namespace) -> None:
         raise ValueError("endpoint: expected --model with it, a preset that counts pairs, got none")
     model = preset(options.model)
     service = endpoint.Endpoint(options.endpoint, options.served)
-    with open(options.file, "x") as file:  # steps that were measured before are not lost
-        for step in endpoint.measure(service, model, options.lengths, options.sequences, options.tokens):
-            print(json.dumps(step), file=file)
+    path = Path(options.file)
+    try:
+        with path.open("x") as file:  # steps that were measured before are not lost
+            for step in endpoint.measure(service, model, options.lengths, options.sequences, options.tokens):
+                print(json.dumps(step), file=file)
+    except ValueError:
+        if not path.stat().st_size:
+            path.unlink()
+        raise

@@ -14,9 +14,9 @@ import pytest
 
 from sparse_attn.calibrate import main
 from sparse_attn.models import PRESETS
-from sparse_attn.serving import calibration
+from sparse_attn.serving import calibration, endpoint
 from sparse_attn.serving.cost import StepCost
-from sparse_attn.serving.endpoint import Endpoint, Stream, measure, steps
+from sparse_attn.serving.endpoint import Endpoint, Stream, measure, steps, together
 from sparse_attn.serving.stats import Counter, Stats
 
 MODEL = PRESETS["deepseek-v3.2"]
@@ -97,6 +97,29 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small server sends all events at once."""
+    monkeypatch.setattr(endpoint, "TOGETHER", 0.0)
+
+
+def test_events_that_were_collected_on_the_way_are_refused(url: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(ValueError, match="expected events sent one by one, as tokens are made, got .* of 50 together"):
+        Endpoint(url, "other").stream([1, 2, 3], 50)
+    file = tmp_path / "steps.jsonl"
+    assert main([str(file), "--endpoint", url, "--model", "deepseek-v3.2", "--lengths", "5"]) == 2
+    assert "one by one" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_which_events_came_together() -> None:
+    paced = [0.002 * number for number in range(40)]
+    assert together(paced) == 0
+    assert together([t if number % 20 else t - 0.00195 for number, t in enumerate(paced)]) == 0  # one of them
+    assert together([0.008 * (number // 4) + 1e-5 * number for number in range(40)]) == 30
+
+
+@pytest.mark.usefixtures("no_clock")
 def test_what_is_asked_of_a_service(url: str) -> None:
     list(measure(Endpoint(url), MODEL, [5, 9], [1, 3], 12))
     assert sorted(len(body["prompt"]) for body in Handler.seen) == [5] * 4 + [9] * 4
@@ -124,6 +147,7 @@ def test_what_cannot_be_timed_is_refused(
         list(measure(Endpoint(url), MODEL, [length], [1], 12))
 
 
+@pytest.mark.usefixtures("no_clock")
 def test_the_command(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.jsonl"
     asked = [str(file), "--endpoint", url, "--lengths", "5,9", "--sequences", "1,2", "--tokens", "12"]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -25,6 +26,8 @@ from .stats import Span, Stats, StepStats
 PARTS = 4
 """Steps that are taken of a load: means over parts of it, one after the other."""
 SECONDS = 600
+TOGETHER = 1e-4
+"""Seconds; events that come closer were sent together, as no step is as short."""
 VOCABULARY = 1000
 
 
@@ -87,7 +90,18 @@ class Endpoint:
         if generated not in (None, len(times)) or len(times) < 2:
             sent = "an unknown number of" if generated is None else generated
             raise ValueError(f"{self.url}: expected each token in an event, got {sent} tokens in {len(times)} events")
+        if late := together(times):
+            raise ValueError(
+                f"{self.url}: expected events sent one by one, as tokens are made, got {late} of {len(times)} together "
+                "with the one before; leave the service a processor, and no proxy that collects events before it"
+            )
         return Stream(len(prompt), tuple(times))
+
+
+def together(times: Sequence[float]) -> int:
+    """How many events came together with the one before; 0 if so few that means of steps are right."""
+    found = sum(after - before < TOGETHER for before, after in pairwise(times))
+    return found if found * 10 > len(times) else 0
 
 
 def measure(

@@ -444,6 +444,16 @@ def test_with_another_cache_nothing_changes() -> None:
         assert cache.planes.tokens == [40]
 
 
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_weights_that_are_offloaded_are_refused(name: str) -> None:
+    """Only when a module runs are they on its device, and attention here reads them itself."""
+    model = copy.deepcopy(ours(name))
+    model.model.layers[1].self_attn.to("meta")
+    with pytest.raises(InvalidCall, match="weights: expected all of a layer's on its device, got offloaded ones; load"):
+        model(ids(1, 9), cache=paged(name))
+
+
 class Adapted(nn.Linear):
     """A layer whose weight is not all that it multiplies with."""
 
@@ -477,7 +487,7 @@ def test_refusals() -> None:
             eager(name)(tokens, cache=PagedCache(eager(name).config, tokens=64))
         with pytest.raises(InvalidCall, match="model: expected glm_moe_dsa, got deepseek_v32; make the cache from"):
             model(tokens, cache=paged("GLM-5"))
-        with pytest.raises(InvalidCall, match="attention: expected the module's, as register"):
+        with pytest.raises(InvalidCall, match="attention: expected that of the config's model, as register"):
             cache.update(torch.zeros(2, 1, 1, 512), torch.zeros(2, 1, 1, 64), 0)
         with pytest.raises(OutOfPages):
             model(tokens, cache=paged(name, tokens=16))

@@ -208,7 +208,11 @@ class PlanesLayer(Layer):
         return self.planes.places + query_length, 0
 
 
-UNREGISTERED = "the module's, as register() leaves it", "an older one", "call register() before the model is loaded"
+UNREGISTERED = (
+    "that of the config's model, as register() leaves it",
+    "an older one, or another model's",
+    "call register() before the model is loaded, and make the cache from its config",
+)
 
 
 class PagedLayer(Layer):

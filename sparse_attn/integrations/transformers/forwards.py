@@ -108,6 +108,10 @@ def attending(forward: Callable[..., Any]) -> Callable[..., Any]:
         expect(planes.step is not None, "PagedCache", "attention", "a call by its model", "another")
         gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         expect(not gradient, "attention", "query", "no gradient", "requires_grad", "use torch.no_grad()")
+        projection: Any = self.q_a_proj  # is offloaded like the others
+        offloaded = any(p.is_meta for p in projection.parameters())
+        do = "load the model without offloading"
+        expect(not offloaded, "PagedCache", "weights", "all of a layer's on its device", "offloaded ones", do)
         config: Any = self.config
         dropout = self.training and config.attention_dropout
         expect(not dropout, "attention", "dropout", "0", dropout, "call model.eval()")
