@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparse_attn.ops.select import Select
 
 SCORE_BYTES = 64 << 20
-"""Scores in memory at a time, at most, unless one row has more."""
+"""Scores, or mean keys, in memory at a time, at most, unless one row has more."""
 PRODUCTS = 4096
 """Products of a tile of queries and keys."""
 FEW = 32
@@ -46,10 +46,12 @@ def select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, ca
     candidates = None if a.candidates is None else a.candidates.sort(-1).values
     columns = _columns(a)
     near = padded(a.block + a.strides - 1)
-    chunk = max(SCORE_BYTES // (4 * a.out_heads * columns), 1)
+    of_means = a.pool == "mean" and a.block > 1
+    each = -(-columns // a.block) * a.paging[2] * a.q.shape[2] if of_means else a.out_heads * columns
+    chunk = max(SCORE_BYTES // (4 * each), 1)
     for first in range(0, a.q.shape[0], chunk):
         rows = min(chunk, a.q.shape[0] - first)
-        if a.pool == "mean" and a.block > 1:
+        if of_means:
             unit_scores, units = _score_means(a, first, rows, columns)
             _choose(a, None, first, rows, unit_scores, units, indices, counts, values, False)
             continue

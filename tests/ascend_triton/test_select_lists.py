@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from selections import Batch
 
 import sparse_attn
+from sparse_attn.backends.ascend_triton import select as host
 
 
 @pytest.mark.parametrize("page", [2, 64])  # pages of fewer entries than a tile, and of a whole one
@@ -23,14 +26,43 @@ def test_entries_of_pages_that_the_plane_lacks_are_never_selected(page: int) -> 
 
 
 def test_rows_are_taken_in_chunks(monkeypatch) -> None:
-    from sparse_attn.backends.ascend_triton import select as host
-
     options = dict(k=6, block=3, pool="max", keep_last=1, return_values=True)
     args, keywords = Batch(options, 4, 2, True, [29, 0, 40], [3, 0, 4], page=3).arguments()
     whole = sparse_attn.select(*args, **keywords, backend="ascend_triton")
     monkeypatch.setattr(host, "SCORE_BYTES", 2 * 4 * 40)  # two rows at a time
     cut = sparse_attn.select(*args, **keywords, backend="ascend_triton")
     assert all(torch.equal(x, y) for x, y in zip(whole[:3], cut[:3], strict=True))
+
+
+def test_mean_keys_are_made_in_chunks(monkeypatch) -> None:
+    options = dict(k=6, block=3, pool="mean", score="dot", return_values=True)
+    args, keywords = Batch(options, 4, 2, True, [29, 0, 40], [3, 0, 4], page=3).arguments()
+    whole = sparse_attn.select(*args, **keywords, backend="ascend_triton")
+    made = []
+    means = host._score_means
+    monkeypatch.setattr(
+        host, "_score_means", lambda a, first, rows, columns: made.append(rows) or means(a, first, rows, columns)
+    )
+    monkeypatch.setattr(host, "SCORE_BYTES", 2 * 4 * 14 * 2 * args[0].shape[2])  # 14 units of 2 key heads
+    cut = sparse_attn.select(*args, **keywords, backend="ascend_triton")
+    assert len(made) > 1 and max(made) == 2
+    assert all(torch.equal(x, y) for x, y in zip(whole[:3], cut[:3], strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, dict(block=2, pool="mean")], ids=["entries", "mean keys"])
+def test_key_heads_that_lie_far_apart(options: dict[str, Any]) -> None:
+    """Each within 31 bits of the one before, the last more than 31 bits from the first."""
+    heads, step = 6, 1 << 29
+    keys = torch.empty(heads * step, dtype=torch.int8).as_strided((1, 4, heads, 16), (64, 16, step, 1))
+    best = [1 + h % 2 for h in range(heads)]
+    for h, e in enumerate(best):
+        keys[0, :, h] = 0
+        keys[0, e, h] = 1
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    args = (torch.ones(1, heads, 16), None, starts, lens, keys, torch.zeros(1, 1, dtype=torch.int32), 1, 1.0, 1, 4)
+    options = options | dict(score="dot", out_heads=heads, format="int8", key_scale=torch.ones(1, 4, heads).half())
+    selected = sparse_attn.select(*args, **options, backend="ascend_triton")
+    assert selected.indices.flatten().tolist() == [e // options.get("block", 1) for e in best]
 
 
 @pytest.mark.parametrize("k", [5, 4500])

@@ -80,7 +80,7 @@ def mean_kernel(
                         c, entry, there, page_table + b.to(tl.int64) * table_step, table_width, page_size, pages,
                         ENTRIES, False
                     )  # fmt: skip
-                    piece = head * groups + g
+                    piece = (head * groups + g).to(tl.int64)
                     value_at = page * value_page_step + offset * value_entry_step
                     key = stored_keys(
                         values + piece * value_piece_step, value_at, valid, size, False, BLOCK_D, ELEMENT

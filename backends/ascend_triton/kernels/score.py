@@ -134,7 +134,7 @@ def score_kernel(
                 faults = tl.zeros((COLUMNS,), tl.float32)
                 for part in range(0, runs):
                     head = (o * runs + part) * run
-                    piece = head // shared * GROUPS
+                    piece = (head // shared * GROUPS).to(tl.int64)
                     h = tl.arange(0, HEADS)
                     x = products(
                         q + t * q_step + head * q_head_step,
