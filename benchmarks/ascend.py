@@ -1,7 +1,8 @@
-"""Correctness and time of every kernel of ascend_npu on this machine's NPU, in one file to send back.
+"""Correctness and time of every kernel of ascend_npu and ascend_triton on this machine's NPU, in one file to send back.
 
 Each call is compared with the reference on the CPU, and then timed: the lower quartile of wall time, the device
-synchronised before and after. Random planes, the released models' dimensions. From a checkout:
+synchronised before and after. Random planes, the released models' dimensions, and small ones for every line of
+docs/calls.md. The file is written anew after each call, so that a fault of the device loses none. From a checkout:
 python benchmarks/ascend.py --output result.json [--only TEXT] [--rounds N]
 """
 
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,18 @@ from torch import Tensor
 
 import sparse_attn
 from sparse_attn import doctor, reference, registry
+from sparse_attn.backends.ascend_npu import soc
 from sparse_attn.ops.attend import Attend
 from sparse_attn.ops.select import Select
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import calls as lines
 import cases
 
-Call = tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+BACKENDS = ("ascend_npu", "ascend_triton")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[str, Callable[..., Any], Callable[[], Arguments]]
+"""Its name, the op, and what makes its arguments."""
 
 LATENT = dict(planes="main", qk_dim=576, v_dim=512, index_heads=1, selected=2048)
 WINDOWED = dict(qk_dim=512, v_dim=512, sinks=True, window=128, win_format="bf16", win_page_size=128)
@@ -51,40 +58,63 @@ PHASES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def calls(heads: int) -> Iterator[Call]:
-    """Every layer in every phase, the selection of V3.2, writes, and entries."""
+    """Every layer in every phase, the selection of V3.2, writes, entries, and the lines of docs/calls.md."""
     for phase, (lengths, rows) in PHASES.items():
         common = dict(dtype="bfloat16", kv_heads=1, page_size=128, lse=False, lengths=lengths, rows=rows)
         for layer, options in LAYERS.items():
-            leading, kwargs = cases.attend(**(common | dict(q_heads=heads) | options))
-            yield f"attend {layer}, {phase}", sparse_attn.attend, leading, kwargs
-        leading, kwargs = cases.attend(**(common | dict(q_heads=64, qk_dim=128, v_dim=128, format="bf16")))
-        q, starts, seq_lens, scale, _, most, longest = leading
-        weights = torch.rand(len(q), 64).to(q.dtype)
-        given = (q, weights, starts, seq_lens, kwargs["kv"], kwargs["page_table"], 2048, scale, most, longest)
-        yield f"select V3.2, {phase}", sparse_attn.select, given, {"ties": "any"}
-        plane = torch.randint(-127, 128, kwargs["kv"].shape, dtype=torch.int8)
-        scales = {"q_scale": torch.rand(len(q), 64), "key_scale": torch.rand(plane.shape[:3]).half()}
-        quantised = (torch.randint(-127, 128, q.shape, dtype=torch.int8), *given[1:4], plane, *given[5:])
-        options = {"ties": "any", "format": "int8_index_h", **scales}
-        yield f"select V3.2, int8 queries and keys, {phase}", sparse_attn.select, quantised, options
-    slots = torch.randperm(512)[:100]
-    rows_given = (torch.randn(100, 1, 576).bfloat16(), torch.zeros(4, 128, 1, 576).bfloat16(), slots)
-    yield "store V3.2", sparse_attn.store, rows_given, {}
-    packed = (torch.randn(100, 1, 512).bfloat16(), torch.zeros(4, 128, 1, 288, dtype=torch.uint8), slots)
-    yield "store V4.1, packed rows", sparse_attn.store, packed, {"format": "fp4_v41"}
+            made = partial(cases.attend, **(common | dict(q_heads=heads) | options))
+            yield f"attend {layer}, {phase}", sparse_attn.attend, made
+        yield f"select V3.2, {phase}", sparse_attn.select, partial(selection, common)
+        made = partial(int8_selection, common)
+        yield f"select V3.2, int8 queries and keys, {phase}", sparse_attn.select, made
+    yield "store V3.2", sparse_attn.store, partial(rows_to_store, 576, 576, "bf16")
+    yield "store V4.1, packed rows", sparse_attn.store, partial(rows_to_store, 512, 288, "fp4_v41")
+    yield "compress V4, ratio 4", sparse_attn.compress, entries
+    for line in lines.lines():
+        for phase in line.phases:
+            yield f"docs/calls.md: {line.layer}, {phase}", sparse_attn.attend, partial(arguments, line, phase)
+
+
+def selection(common: dict[str, Any]) -> Arguments:
+    leading, kwargs = cases.attend(**(common | dict(q_heads=64, qk_dim=128, v_dim=128, format="bf16")))
+    q, starts, seq_lens, scale, _, most, longest = leading
+    weights = torch.rand(len(q), 64).to(q.dtype)
+    given = (q, weights, starts, seq_lens, kwargs["kv"], kwargs["page_table"], 2048, scale, most, longest)
+    return given, {"ties": "any"}
+
+
+def int8_selection(common: dict[str, Any]) -> Arguments:
+    given, options = selection(common)
+    q, plane = (torch.randint(-127, 128, given[i].shape, dtype=torch.int8) for i in (0, 4))
+    scales = {"q_scale": torch.rand(len(q), 64), "key_scale": torch.rand(plane.shape[:3]).half()}
+    return (q, *given[1:4], plane, *given[5:]), options | {"format": "int8_index_h", **scales}
+
+
+def rows_to_store(dim: int, width: int, format: str) -> Arguments:
+    plane = torch.zeros(4, 128, 1, width, dtype=torch.bfloat16 if format == "bf16" else torch.uint8)
+    return (torch.randn(100, 1, dim).bfloat16(), plane, torch.randperm(512)[:100]), {"format": format}
+
+
+def entries() -> Arguments:
     starts, lengths = torch.tensor([0, 64, 100], dtype=torch.int32), torch.tensor([64, 36], dtype=torch.int32)
-    entries = (*torch.randn(2, 100, 1, 1024), starts, lengths, torch.zeros(2, 128, 1, 512).bfloat16())
+    rows = (*torch.randn(2, 100, 1, 1024), starts, lengths, torch.zeros(2, 128, 1, 512).bfloat16())
     pages = torch.tensor([[1], [0]], dtype=torch.int32)
     kept = {"span": 8, "state": torch.zeros(2, 64, 1, 2048), "state_page_table": pages}
-    yield "compress V4, ratio 4", sparse_attn.compress, (*entries, pages, 4, 64, 64), kept
+    return (*rows, pages, 4, 64, 64), kept
+
+
+def arguments(line: lines.Line, phase: str) -> Arguments:
+    leading, kwargs = lines.Batch(line, phase, page=16, win_page=32).arguments(torch.bfloat16)
+    return leading, kwargs | {"return_lse": False}  # operators give none
 
 
 def expected(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """What the reference gives on the CPU; of a selection what the operator may choose freely is left out."""
     if function is sparse_attn.attend:
         out = torch.empty(*given[0].shape[:2], given[4], dtype=torch.float64)
-        reference.attend(Attend(given[0].double(), *given[1:], **kwargs), out, None)
-        return [out]
+        lse = torch.empty(out.shape[:2]) if kwargs["return_lse"] else None
+        reference.attend(Attend(given[0].double(), *given[1:], **kwargs), out, lse)
+        return [out] if lse is None else [out, lse]
     if function is sparse_attn.select:
         a = Select(*given, **kwargs)
         shape = (len(a.q), 1)
@@ -107,18 +137,28 @@ def compare(function: Callable[..., Any], got: list[Tensor], want: list[Tensor])
         pairs = zip(got[1].flatten(0, 1).tolist(), want[1].flatten(0, 1).tolist(), strict=True)
         shared = [len(set(a) & set(b)) / max(len(set(b)), 1) for a, b in pairs]
         return {"counts are equal": torch.equal(got[0], want[0]), "least share of equal entries": min(shared)}
-    error = (got[0].double() - want[0].double()).abs()
-    return {"largest error": float(error.max()), "NaN": bool(error.isnan().any())}
+    errors = []
+    for part, wanted in zip(got, want, strict=True):
+        a, b = part.cpu().double(), wanted.double()
+        errors.append(torch.where(a == b, 0.0, (a - b).abs() / (1 + b.abs())).flatten())  # -inf is -inf
+    error = torch.cat(errors)
+    return {"largest error over 1 + |value|": float(error.max()), "NaN": bool(error.isnan().any())}
 
 
-def measure(call: Call, rounds: int) -> dict[str, Any]:
-    """One call on the device: its kernel or why there is none, how far it is off, and its time."""
-    _, function, given, kwargs = call
+def measure(
+    function: Callable[..., Any],
+    given: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    want: list[Tensor],
+    backend: str,
+    rounds: int,
+) -> dict[str, Any]:
+    """One call on the device: how far it is from what is wanted, and its time, or why there is no result."""
     device = [x.to("npu") if isinstance(x, Tensor) else x for x in given]
     options = {name: x.to("npu") if isinstance(x, Tensor) else x for name, x in kwargs.items()}
 
     def run() -> Any:
-        return function(*device, **options, backend="ascend_npu")
+        return function(*device, **options, backend=backend)
 
     try:
         result = run()
@@ -129,8 +169,8 @@ def measure(call: Call, rounds: int) -> dict[str, Any]:
         elif function is sparse_attn.select:
             got = [result.counts.cpu(), result.indices.cpu()]
         else:
-            got = [result[0].cpu() if kwargs["return_lse"] else result.cpu()]
-        found = compare(function, got, expected(function, given, kwargs))
+            got = [*result] if kwargs["return_lse"] else [result]
+        found = compare(function, got, want)
         samples = []
         for _ in range(rounds):
             torch.npu.synchronize()
@@ -139,7 +179,9 @@ def measure(call: Call, rounds: int) -> dict[str, Any]:
             torch.npu.synchronize()
             samples.append(time.perf_counter() - start)
         return found | {"microseconds": round(statistics.quantiles(samples, n=4, method="inclusive")[0] * 1e6, 1)}
-    except (sparse_attn.NoBackend, RuntimeError) as error:
+    except sparse_attn.NoBackend as refusal:
+        return {"refused": str(refusal)}
+    except Exception as error:  # a compiler's, a runtime's: whatever it is, it is to be sent back
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -150,15 +192,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--heads", type=int, default=64, help="query heads")
     options = parser.parse_args()
-    kernels = registry.implementations()
-    states = {f"{i.op}: {i.variant}": registry.availability(i) for i in kernels if i.backend == "ascend_npu"}
+    missing = soc.refusal(tuple(soc.FAMILIES))
+    if missing:
+        sys.exit(f"ascend.py: expected an Ascend device, got none that runs these kernels: {missing}")
+    kernels = [kernel for kernel in registry.implementations() if kernel.backend in BACKENDS]
+    states = {f"{k.op}: {k.backend} {k.variant}".rstrip(): registry.availability(k) for k in kernels}
     report: dict[str, Any] = {"doctor": doctor.collect(), "kernels": states, "calls": {}}
-    report["device"] = torch.npu.get_device_name(0) if hasattr(torch, "npu") else "none"
-    for call in calls(options.heads):
-        if options.only in call[0]:
-            report["calls"][call[0]] = measure(call, options.rounds)
-            print(call[0], json.dumps(report["calls"][call[0]]), flush=True)
+    report["device"] = torch.npu.get_device_name(0)
     options.output.write_text(json.dumps(report, indent=1))
+    for name, function, made in calls(options.heads):
+        if options.only in name:
+            asked = (function, *made())
+            want = expected(*asked)
+            found = {backend: measure(*asked, want, backend, options.rounds) for backend in BACKENDS}
+            report["calls"][name] = found
+            options.output.write_text(json.dumps(report, indent=1))
+            print(name, json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
