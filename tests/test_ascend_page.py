@@ -43,3 +43,15 @@ def test_bytes_of_a_token_are_those_of_the_formats(named: str, formats: dict[str
 @pytest.mark.parametrize("format", ["fp8_v41", "bf16"])
 def test_bytes_of_windows_are_those_of_the_formats(format: str) -> None:
     assert str(models.PRESETS["deepseek-v4.1-flash"].fixed_bytes({"window": format})["window"]) in PAGE.read_text()
+
+
+def test_calls_that_a_family_has_another_form_for_are_not_called_refused() -> None:
+    rows = [line.strip("| ").split(" | ") for line in page.operators()[2:]]
+    instead = {form: cell for _, form, *_, cell in rows if cell.startswith("as ")}
+    assert instead["window and a selection, V4.1"] == 'as "window and a selection"' and len(instead) == 4
+    assert not any("refused" in row for row in rows)
+    for form, cell in instead.items():
+        lacking = next(k for k in KERNELS if k.form == form)
+        serving = next(k for k in KERNELS if f'as "{k.form}"' == cell and "950" in k.families)
+        ratios = [r for r in (1, 2, 4, 128) if "ratio" in lacking.limits and lacking.limits["ratio"][0].admits(r)]
+        assert all(serving.limits["ratio"][0].admits(r) for r in ratios)

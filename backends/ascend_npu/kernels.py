@@ -444,8 +444,12 @@ OWN = (
 KERNELS = (*OPERATORS, *GATHERED, *OWN)
 
 REFUSED = (
-    ("`attend`", "batch invariance", "nothing says that an operator, or a product of matrices, has it"),
-    ("`select`", "pooled units, bounds of keys, probabilities", "no kernel here yet"),
+    (
+        "`attend`",
+        "batch invariance",
+        "nothing says that an operator, or a product of matrices, has it; `ascend_triton` takes such calls",
+    ),
+    ("`select`", "pooled units, bounds of keys, probabilities", "no kernel here; `ascend_triton` takes such calls"),
 )
 """Op, calls, and why no kernel here takes them on any chip."""
 

@@ -16,9 +16,17 @@ def operators() -> list[str]:
     lines = [f"| op | calls | {' | '.join(FAMILIES)} |", f"| --- | --- | {'--- | ' * len(FAMILIES)}".rstrip()]
     for op, form in dict.fromkeys((kernel.op, kernel.form) for kernel in KERNELS):
         having = [kernel for kernel in KERNELS if (kernel.op, kernel.form) == (op, form)]
-        cells = [next((_name(k) for k in having if f in k.families), "refused") for f in FAMILIES]
+        cells = [next((_name(k) for k in having if f in k.families), _instead(op, form, f)) for f in FAMILIES]
         lines.append(f"| `{op}` | {form} | {' | '.join(cells)} |")
     return lines
+
+
+def _instead(op: str, form: str, family: str) -> str:
+    """What serves the calls of a form that a family of chips lacks: the same form without one of its restrictions."""
+    words = form.split(", ")
+    wider = {", ".join(words[:i] + words[i + 1 :]) for i in range(1, len(words))}
+    found = (k.form for k in KERNELS if k.op == op and k.form in wider and family in k.families)
+    return next((f'as "{form}"' for form in found), "refused")
 
 
 def _name(kernel: Kernel) -> str:
