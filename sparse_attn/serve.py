@@ -17,6 +17,15 @@ from .plan import shares
 
 HOLD = 30.0
 """Seconds a request may wait where admission enforces."""
+LARGEST = 2**31 - 1
+ALLOWED = {
+    "port": range(65536),
+    "pages": range(1, LARGEST + 1),
+    "page_size": range(1, LARGEST + 1),
+    "threads": range(1, LARGEST + 1),
+    "grace": range(LARGEST + 1),
+}
+"""Of options that are integers."""
 MODULES = ("starlette", "uvicorn", "prometheus_client", "transformers")
 
 
@@ -98,6 +107,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--threads", type=int, metavar="N", help="CPU threads; without, PyTorch's choice")
     add("--grace", type=int, default=30, metavar="SECONDS", help="for requests that run when it is told to end")
     options = parser.parse_args(argv)
+    for name, allowed in ALLOWED.items():
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            at_most = f" to {allowed[-1]}" if allowed[-1] < LARGEST else " or more"
+            parser.error(f"--{name.replace('_', '-')}: expected {allowed[0]}{at_most}, got {value}")
     if "hold" in options and options.mode != "enforce":
         parser.error(
             f"--hold: acts with --mode enforce alone, got --mode {options.mode}; choose it, or leave --hold out"
@@ -188,6 +202,8 @@ def load(folder: Path | None) -> tuple[Any, Any, str]:
         return *load(lambda said: print(said, file=sys.stderr)), "smollm2-135m-instruct"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not folder.is_dir():
+        raise ValueError(f"--model: expected a folder with a checkpoint of transformers, got {str(folder)!r}")
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True), folder.resolve().name
 

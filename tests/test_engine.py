@@ -7,15 +7,18 @@ from fractions import Fraction
 
 import pytest
 import torch
-from tiny_engine import PAGE, engine, finish, nothing_leaked, prompt, submit, tiny_model
+import transformers
+from tiny_engine import PAGE, engine, finish, nothing_leaked, prompt, submit, tiny_config, tiny_model
 
 from sparse_attn.serving import runner
 from sparse_attn.serving.admission import Admission, Limits
 from sparse_attn.serving.crossover import Switch
+from sparse_attn.serving.engine import Engine
+from sparse_attn.serving.manager import CacheManager
 from sparse_attn.serving.observer import Observer
 from sparse_attn.serving.records import Records
-from sparse_attn.serving.runner import Sampling
-from sparse_attn.serving.scheduler import Refused, Steps
+from sparse_attn.serving.runner import ATTENTION, Runner, Sampling
+from sparse_attn.serving.scheduler import Refused, Scheduler, Steps
 
 
 def alone(tokens: list[int], output: int) -> list[int]:
@@ -163,6 +166,45 @@ def test_top_p_leaves_out_what_is_unlikely() -> None:
     assert {Sampling(1.0, 0.9, draw)(logits) for _ in range(200)} == {1, 2}
     assert {Sampling(5.0, 1.0, draw)(logits) for _ in range(500)} == {0, 1, 2, 3}
     assert Sampling()(logits) == 1
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1e-300, 1.0), (5e-324, 1.0), (1.0, 1e-300), (2.0, 5e-324)])
+def test_sampling_next_to_greedy_is_greedy(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([0.0, 3e38, 1.0, -3e38])
+    assert Sampling(temperature, top_p, torch.Generator().manual_seed(0))(logits) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("Mistral", {"sliding_window": 16}, "expected layers without a window, got mistral"),
+        ("Mistral", {"sliding_window": 2048}, ""),
+        ("Qwen2", {"head_dim": None, "hidden_size": 64}, ""),
+        ("Qwen3", {}, ""),
+        ("Gemma2", {"sliding_window": 2048}, "expected layers without a soft cap, got gemma2"),
+        ("GptOss", {"sliding_window": 2048, "num_local_experts": 2}, "expected layers without sinks, got gpt_oss"),
+        ("Mamba", {}, "expected keys and values of one shape in every layer, got mamba"),
+    ],
+)
+def test_models_that_ask_for_more_than_is_done_are_refused(kind: str, more: dict[str, object], said: str) -> None:
+    config = {**tiny_config().to_dict(), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, **more}
+    for name in ("architectures", "model_type", "rope_parameters", "mlp_bias", "attention_bias", "layer_types"):
+        config.pop(name, None)
+    config = {name: value for name, value in config.items() if value is not None}
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config)).eval()
+    if said:
+        with pytest.raises(ValueError, match=said):
+            Runner(model, 8, PAGE)
+        return
+    it = Runner(model, 8, PAGE, format="fp32", index_format="fp32")
+    scheduler = Scheduler(CacheManager([it.memory.plane], 8), Admission(Limits(1.0, memory=1.0), None), Steps(64, 16))
+    both = Engine(it, scheduler)
+    heard = submit(both, "a", prompt(0, 30))
+    model.set_attn_implementation("eager")
+    wanted = model.generate(torch.tensor([prompt(0, 30)]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    model.set_attn_implementation(ATTENTION)
+    finish(both)
+    assert heard.tokens == wanted[0, 30:].tolist()
 
 
 # --- What goes wrong

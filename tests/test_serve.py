@@ -132,18 +132,31 @@ def test_answers() -> None:
         ({"prompt": [VOCABULARY]}, "prompt: expected tokens of 0 to 96"),
         ({"prompt": "a", "max_tokens": "8"}, "max_tokens: expected int, got '8'"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens: expected int, got True"),
-        ({"prompt": "a", "max_tokens": 3000}, "at most 2048 tokens with it, got 1 and 3000"),
-        ({"prompt": "a", "n": 2}, "n: expected one of"),
+        (
+            {"prompt": "a", "max_tokens": 3000},
+            "expected 1 to 2047, as the model has 2048 with the prompt's 1, got",
+        ),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens: expected 1 to 2047"),
+        ({"prompt": "a", "max_completion_tokens": 0, "max_tokens": 1}, "max_tokens: expected 1 to 2047"),
+        ({"prompt": ""}, "prompt: expected 1 to 2047 tokens, got 0"),
+        ({"prompt": [1] * 3000}, "prompt: expected 1 to 2047 tokens, got 3000"),
+        ({"prompt": "\ud800"}, "prompt: expected Unicode text"),
+        ({"prompt": "a", "n": 2}, "n: expected 1, as others are not supported, got 2"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs: expected False, as others are not supported, got 0"),
         (
             {"prompt": "a", "dense": True},
-            "dense: expected one of max_completion_tokens, max_tokens, model, seed, share",
+            "field: expected one of prompt, max_completion_tokens, max_tokens, model, seed, share",
         ),
+        ({"prompt": "a", "\ud800": 1}, r"got '\ud800'"),
+        ({"prompt": "a", "seed": 2**64}, "seed: expected an integer of 64 bits"),
+        ({"prompt": "a", "seed": -(2**63) - 1}, "seed: expected an integer of 64 bits"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature: expected 0 to 2, got nan"),
         ({"prompt": "a", "share": 0.3}, "share: expected one of 1/4, 1/3, 1, got 0.3"),
         ({"prompt": "a", "share": "1/8"}, "share: expected one of 1/4, 1/3, 1, got '1/8'"),
         ({"prompt": "a", "share": float("nan")}, "share: expected one of 1/4, 1/3, 1, got nan"),
         ({"prompt": "a", "share": True}, "share: expected"),
         ({"prompt": "a", "share": [1]}, "share: expected"),
-        ({"prompt": "a", "top_p": 0}, "top_p: expected 0 to 2, above 0 to 1"),
+        ({"prompt": "a", "top_p": 0}, "top_p: expected above 0 and at most 1, got 0"),
         ({"prompt": "a", "model": "other"}, "model: expected 'tiny', got 'other'"),
         ({"prompt": [1] * 1500, "max_tokens": 1}, "expected at most the pool's 64 pages, got 94"),
     ],
@@ -151,6 +164,39 @@ def test_answers() -> None:
 def test_wrong_requests_are_told_so(tiny_server: Client, body: Any, said: str) -> None:
     status, found = tiny_server.ask(body)
     assert status == 400 and said in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["why?", None, [], [1], [{"content": "a"}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+     [{"role": "user", "content": None}], [{"role": "user", "content": "\ud800"}]],
+)  # fmt: skip
+def test_wrong_messages_are_told_so(tiny_server: Client, messages: Any) -> None:
+    status, found = tiny_server.ask({"messages": messages}, "/v1/chat/completions")
+    assert status == 400 and found["error"]["message"].startswith(("messages: expected objects", "prompt: expected 1"))
+
+
+def test_a_body_that_is_nested_without_end_is_refused(tiny_server: Client) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", tiny_server.port, timeout=30)
+    connection.request("POST", "/v1/completions", "[" * 100_000)
+    assert connection.getresponse().status == 400
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict.fromkeys(("stream_options", "stop", "tools", "temperature", "top_p", "seed", "logprobs", "max_tokens")),
+        {"logprobs": False, "presence_penalty": 0.0, "n": 1},
+        {"seed": 2**64 - 1, "temperature": 1e-300},
+        {"seed": -(2**63), "temperature": 2, "top_p": 1e-300},
+    ],
+)
+def test_what_changes_nothing_is_taken(tiny_server: Client, more: dict[str, Any]) -> None:
+    asked = prompt(1, 30)
+    body = {"prompt": asked, "stream": True, "max_completion_tokens": 4, **more}
+    status, content = tiny_server.ask(body)
+    assert status == 200
+    assert "".join(part["choices"][0]["text"] for part in parts(content)) == text(alone(asked, 4))
 
 
 @pytest.fixture(scope="module")
@@ -323,12 +369,21 @@ def test_killed_and_started_again_it_answers_the_same(checkpoint: Path) -> None:
         (["--share", "1/0"], "expected a share such as 1/4 or 0.25, got '1/0'"),
         (["--share", "1/4,1"], "expected different shares between 0 and 1 such as 1/2,1/4, got '1/4,1'"),
         (["--share", "1/4,0.25"], "expected different shares between 0 and 1"),
+        (["--port", "99999"], "--port: expected 0 to 65535, got 99999"),
+        (["--threads", "0"], "--threads: expected 1 or more, got 0"),
+        (["--page-size", "0"], "--page-size: expected 1 or more, got 0"),
+        (["--grace", "-1"], "--grace: expected 0 or more, got -1"),
     ],
 )
 def test_what_would_not_act_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve.parse(arguments)
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--model", str(tmp_path / "none")]) == 2
+    assert "--model: expected a folder with a checkpoint of transformers, got" in capsys.readouterr().err
 
 
 def test_what_it_is_started_with() -> None:

@@ -43,8 +43,10 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 """What a request may have besides its prompt or messages. ``share`` is an extension: of what generated tokens see, how
 much they attend."""
-DEFAULTS = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0}
+DEFAULTS = {"n": 1, "best_of": 1, "echo": False, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0}
 """What clients send though it changes nothing. Other values are refused."""
+SEEDS = range(-(2**63), 2**64)
+"""That a generator of torch takes."""
 
 
 class BadRequest(ValueError):
@@ -164,15 +166,21 @@ class Endpoint:
     async def _body(self, http: HttpRequest, asked: str) -> dict[str, Any]:
         try:
             body = await http.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f"body: expected JSON: {error}") from None
         if not isinstance(body, dict) or asked not in body:
             raise BadRequest(f"body: expected an object with {asked}")
+        body = {name: value for name, value in body.items() if value is not None or name == asked}
         for name, value in body.items():
-            if name == asked or (name in FIELDS and value is None) or (name in DEFAULTS and value == DEFAULTS[name]):
+            if name == asked:
+                continue
+            if name in DEFAULTS:
+                default = DEFAULTS[name]
+                if value != default or isinstance(value, bool) != isinstance(default, bool):
+                    raise BadRequest(f"{name}: expected {default}, as others are not supported, got {value!r}")
                 continue
             if name not in FIELDS:
-                raise BadRequest(f"{name}: expected one of {', '.join(sorted(FIELDS))}, got {value!r}")
+                raise BadRequest(f"field: expected one of {', '.join([asked, *sorted(FIELDS)])}, got {name!r}")
             wanted = FIELDS[name]
             if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 raise BadRequest(f"{name}: expected {getattr(wanted, '__name__', 'a number')}, got {value!r}")
@@ -182,11 +190,15 @@ class Endpoint:
 
     def _tokens(self, asked: Any, name: str) -> list[int]:
         if name == "messages":
+            if not isinstance(asked, list) or not all(map(_is_message, asked)):
+                raise BadRequest(f"messages: expected objects with role and content, both texts, got {asked!r:.80}")
             try:
                 return self.served.chat(asked)
             except Exception as error:  # noqa: BLE001 - a chat template raises whatever its author chose
-                raise BadRequest(f"messages: expected a list of objects with role and content: {error}") from None
+                raise BadRequest(f"messages: expected what the model's chat template takes: {error}") from None
         if isinstance(asked, str):
+            if not _is_text(asked):
+                raise BadRequest("prompt: expected Unicode text, got half of a surrogate pair")
             return self.served.encode(asked)
         if isinstance(asked, list) and asked and all(type(token) is int for token in asked):
             if min(asked) >= 0 and max(asked) < self.served.vocabulary:
@@ -195,18 +207,23 @@ class Endpoint:
         raise BadRequest("prompt: expected a text, or a list of tokens; send several prompts as several requests")
 
     def _request(self, body: Mapping[str, Any], tokens: list[int]) -> Request:
-        room = self.served.longest - len(tokens)
-        output = body.get("max_completion_tokens") or body.get("max_tokens") or min(room, 256)
-        if not tokens or output < 1 or output > room:
+        longest = self.served.longest
+        room = longest - len(tokens)
+        if not tokens or room < 1:
+            raise BadRequest(f"prompt: expected 1 to {longest - 1} tokens, got {len(tokens)}")
+        output = body.get("max_completion_tokens", body.get("max_tokens", min(room, 256)))
+        if not 1 <= output <= room:
             raise BadRequest(
-                f"max_tokens: expected a prompt, and at most {self.served.longest} tokens with it, got {len(tokens)} "
-                f"and {output}"
+                f"max_tokens: expected 1 to {room}, as the model has {longest} with the prompt's {len(tokens)}, "
+                f"got {output}"
             )
-        temperature, top_p = body.get("temperature") or 0.0, body.get("top_p")
-        top_p = 1.0 if top_p is None else top_p
-        if not 0 <= temperature <= 2 or not 0 < top_p <= 1:
-            raise BadRequest(f"temperature, top_p: expected 0 to 2, above 0 to 1, got {temperature} and {top_p}")
-        seed = body.get("seed")
+        temperature, top_p, seed = body.get("temperature", 0.0), body.get("top_p", 1.0), body.get("seed")
+        if not 0 <= temperature <= 2:
+            raise BadRequest(f"temperature: expected 0 to 2, got {temperature}")
+        if not 0 < top_p <= 1:
+            raise BadRequest(f"top_p: expected above 0 and at most 1, got {top_p}")
+        if seed is not None and seed not in SEEDS:
+            raise BadRequest(f"seed: expected an integer of 64 bits, got {seed}")
         draw = torch.Generator()
         draw.seed() if seed is None else draw.manual_seed(seed)
         sampling = Sampling(float(temperature), float(top_p), draw)
@@ -329,6 +346,15 @@ class _Form:
 
     def _usage(self, tokens: int) -> dict[str, int]:
         return {"prompt_tokens": self.prompt, "completion_tokens": tokens, "total_tokens": self.prompt + tokens}
+
+
+def _is_text(found: Any) -> bool:
+    """Not of half a surrogate pair, which JSON can have and UTF-8 cannot."""
+    return isinstance(found, str) and not any("\ud800" <= c <= "\udfff" for c in found)
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, dict) and _is_text(found.get("role")) and _is_text(found.get("content"))
 
 
 def _line(content: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ k and v go into the pages with ``store``; ``select`` and ``attend`` read them ba
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +29,8 @@ ATTENTION = "sparse_attn_pages"
 FORMAT, INDEX_FORMAT = "int8", "int4_index_h"
 """Of keys and values, and of index keys."""
 
+PLAIN = "the bundled engine runs models like Llama, of alike layers that attend to everything"
+
 KEEP_FIRST, KEEP_LAST, FLOOR = 4, 32, 256
 """Entries at either end that a row always attends, and how few it attends at least."""
 
@@ -46,7 +48,8 @@ class Sampling:
         """A token, from float32 ``[vocabulary]``."""
         if not self.temperature:
             return int(logits.argmax())
-        probabilities = (logits / self.temperature).softmax(-1)
+        # in float64 and from the best down, as a temperature close to 0 leaves the range of float32
+        probabilities = ((logits - logits.max()).double() / self.temperature).softmax(-1)
         ordered, tokens = probabilities.sort(descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0.0)
         return int(tokens[torch.multinomial(ordered, 1, generator=self.draw)])
@@ -156,11 +159,27 @@ class Step:
         return torch.cat([batch.attend(planes, q[batch.rows], scale, self.score) for batch in self.batches])
 
 
+@dataclass
+class Trial:
+    """In place of a step: what each layer of a model asks to attend, by number, and shapes of k and v."""
+
+    asked: list[tuple[int, torch.Size, torch.Size]] = field(default_factory=list)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.asked.append((layer, k.shape[1:], v.shape[1:]))
+        return torch.zeros_like(q)
+
+
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
-    scaling: float, step: Step, **_: Any
+    scaling: float, step: Step | Trial, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls: q ``[1, Hq, T, D]``, new k and v ``[1, Hkv, T, D]``."""
+    window = sliding_window is not None and sliding_window < module.config.max_position_embeddings
+    for name, asked in (("a window", window), ("a soft cap", softcap), ("sinks", s_aux is not None)):
+        if asked:
+            raise ValueError(f"model: expected layers without {name}, got {module.config.model_type}: {PLAIN}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return step.attend(module.layer_idx, q, k, v, scaling)[None], None
 
@@ -178,6 +197,9 @@ class Runner:
         share: of the visible entries that requests attend which are not dense and name none.
         score: of ``select``: ``"dot"`` is the cheapest, and ``"softmax_sum"`` the probabilities of attention.
         format, index_format: of keys and values, and of index keys.
+
+    Raises:
+        ValueError: the model's layers are not alike, or ask for a window, a soft cap or sinks.
     """
 
     def __init__(
@@ -196,7 +218,7 @@ class Runner:
         AttentionMaskInterface.register(ATTENTION, _no_mask)
         model.set_attn_implementation(ATTENTION)
         config = model.config
-        heads, dim = config.num_key_value_heads, config.head_dim
+        heads, dim = _shape(model)
         self.model, self.share, self.score = model, share, score
         self.longest: int = config.max_position_embeddings
         self.memory = Memory(config.num_hidden_layers, heads, dim, pages, page_size, format, index_format)
@@ -259,3 +281,18 @@ class Runner:
     def forget(self, name: Hashable) -> None:
         """A request ended."""
         self._saved.pop(name, None)
+
+
+def _shape(model: Any) -> tuple[int, int]:
+    """KV heads and head size of every layer, as a token through the model tells: a configuration does not say all that
+    a layer asks for, and what is not done here must not be left out in silence."""
+    trial, token = Trial(), torch.zeros(1, 1, dtype=torch.int64)
+    with torch.inference_mode():
+        model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1, step=trial)
+    shapes = {shape for _, *both in trial.asked for shape in both}
+    if [layer for layer, *_ in trial.asked] != [*range(model.config.num_hidden_layers)] or len(shapes) != 1:
+        raise ValueError(
+            f"model: expected keys and values of one shape in every layer, got {model.config.model_type}: {PLAIN}"
+        )
+    heads, dim = shapes.pop()
+    return heads, dim
