@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     try:
         if options.measure:
             options.k, options.device = _measure(options)
-        if options.k is None:
-            raise ValueError("--k: expected the entries that are selected at least, got none")
+        if options.k is None or options.k < 1:
+            raise ValueError(f"--k: expected the entries that are selected at least, 1 or more, got {options.k}")
         found = crossovers(read(options.file), options.k)
         if options.save:
             Switches(options.device, options.k, switches(found, options.k)).save(options.save)

@@ -193,8 +193,9 @@ def test_the_crossover_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["crossover", path, "--k", "1024", "--save", str(saved), "--device", "here"]) == 0
     assert Switches.load(saved) == Switches("here", 1024, {0.25: Switch(1024, 2047)})
     capsys.readouterr()
-    assert main(["crossover", path]) == 2
-    assert "--k: expected the entries that are selected at least, got none" in capsys.readouterr().err
+    for given, got in (([], "None"), (["--k", "0"], "0"), (["--k=-5"], "-5")):
+        assert main(["crossover", path, *given]) == 2
+        assert f"--k: expected the entries that are selected at least, 1 or more, got {got}" in capsys.readouterr().err
     for wrong in ({"length": 1}, {**vars(timings({9: 1.0})[0]), "path": "both"}):
         assert main(["crossover", lines(tmp_path / "wrong.jsonl", [wrong]), "--k", "1"]) == 2
         assert "line 1: expected length, batch, ratio" in capsys.readouterr().err
