@@ -149,6 +149,16 @@ def test_a_call_without_a_native_key_is_remembered(monkeypatch) -> None:
     library.forget()
 
 
+def test_a_reader_is_made_whole_or_not_at_all(native) -> None:
+    for wrong in ((), ("some", Some), (5, Some, 1, 2), ("some", tuple, 1, 2)):
+        with pytest.raises((TypeError, AttributeError)):
+            type(native).__new__(type(native), *wrong)
+
+
+def test_half_of_a_surrogate_pair_has_no_key(native) -> None:
+    assert native.read((torch.zeros(3), 1, 0.5), dict(format="\ud800"), ())[1] is None
+
+
 def views(pool: Tensor) -> list[Tensor]:
     found = [pool.as_strided(*v) for v in (
         ((4,), (1,), 0), ((4,), (1,), 4), ((4,), (1,), 3), ((2, 3), (8, 1), 0), ((2, 3), (8, 1), 4),

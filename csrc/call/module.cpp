@@ -66,6 +66,7 @@ bool is_dtype(PyObject* value) { return strcmp(Py_TYPE(value)->tp_name, "torch.d
 bool add_text(Bytes* key, PyObject* text) {
   Py_ssize_t size;
   const char* utf8 = PyUnicode_AsUTF8AndSize(text, &size);
+  if (!utf8) PyErr_Clear();  // half of a surrogate pair: a text of no known kind
   return utf8 && key->add_number(size) && key->add(utf8, static_cast<size_t>(size));
 }
 
@@ -108,36 +109,6 @@ struct Reader {
   Py_ssize_t start, stop;
 };
 
-int reader_init(PyObject* self, PyObject* args, PyObject*) {
-  auto* reader = reinterpret_cast<Reader*>(self);
-  if (!PyArg_ParseTuple(args, "UO!nn", &reader->op, &PyType_Type, &reader->arguments,
-                        &reader->start, &reader->stop)) {
-    reader->op = reader->arguments = nullptr;
-    return -1;
-  }
-  Py_INCREF(reader->op);
-  Py_INCREF(reader->arguments);
-  PyObject* defaults = PyObject_GetAttrString(reader->arguments, "_field_defaults");
-  reader->names = PyObject_GetAttrString(reader->arguments, "_fields");
-  int failed = -1;
-  if (defaults && reader->names && PyDict_Check(defaults) && PyTuple_Check(reader->names) &&
-      PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(reader->arguments), &PyTuple_Type)) {
-    const Py_ssize_t count = PyTuple_GET_SIZE(reader->names);
-    reader->defaults = PyTuple_New(count);
-    for (Py_ssize_t i = 0; reader->defaults && i < count; ++i) {
-      PyObject* value = PyDict_GetItem(defaults, PyTuple_GET_ITEM(reader->names, i));
-      if (!value) value = reader->arguments;
-      Py_INCREF(value);
-      PyTuple_SET_ITEM(reader->defaults, i, value);
-    }
-    failed = reader->defaults ? 0 : -1;
-  } else if (!PyErr_Occurred()) {
-    PyErr_SetString(PyExc_TypeError, "arguments: expected a class of named tuples");
-  }
-  Py_XDECREF(defaults);
-  return failed;
-}
-
 void reader_dealloc(PyObject* self) {
   auto* reader = reinterpret_cast<Reader*>(self);
   PyTypeObject* type = Py_TYPE(self);
@@ -147,6 +118,42 @@ void reader_dealloc(PyObject* self) {
   Py_XDECREF(reader->defaults);
   type->tp_free(self);
   Py_DECREF(type);
+}
+
+// Not in two steps: no method meets a reader without its fields.
+PyObject* reader_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *op, *arguments;
+  Py_ssize_t start, stop;
+  if (!PyArg_ParseTuple(args, "UO!nn", &op, &PyType_Type, &arguments, &start, &stop))
+    return nullptr;
+  PyObject* self = type->tp_alloc(type, 0);
+  if (!self) return nullptr;
+  auto* reader = reinterpret_cast<Reader*>(self);
+  Py_INCREF(op);
+  Py_INCREF(arguments);
+  reader->op = op;
+  reader->arguments = arguments;
+  reader->start = start;
+  reader->stop = stop;
+  reader->names = PyObject_GetAttrString(arguments, "_fields");
+  PyObject* defaults = PyObject_GetAttrString(arguments, "_field_defaults");
+  if (defaults && reader->names && PyDict_Check(defaults) && PyTuple_Check(reader->names) &&
+      PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(arguments), &PyTuple_Type)) {
+    const Py_ssize_t count = PyTuple_GET_SIZE(reader->names);
+    reader->defaults = PyTuple_New(count);
+    for (Py_ssize_t i = 0; reader->defaults && i < count; ++i) {
+      PyObject* value = PyDict_GetItem(defaults, PyTuple_GET_ITEM(reader->names, i));
+      if (!value) value = arguments;
+      Py_INCREF(value);
+      PyTuple_SET_ITEM(reader->defaults, i, value);
+    }
+  } else if (!PyErr_Occurred()) {
+    PyErr_SetString(PyExc_TypeError, "arguments: expected a class of named tuples");
+  }
+  Py_XDECREF(defaults);
+  if (reader->defaults) return self;
+  Py_DECREF(self);
+  return nullptr;
 }
 
 // The place of a field, or -1. `next` is where it is looked for first: names come in order, and as
@@ -300,7 +307,7 @@ PyMethodDef reader_methods[] = {
      "of the arguments, itself. False also where first and last elements do not tell."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot reader_slots[] = {{Py_tp_init, reinterpret_cast<void*>(reader_init)},
+PyType_Slot reader_slots[] = {{Py_tp_new, reinterpret_cast<void*>(reader_new)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(reader_dealloc)},
                               {Py_tp_methods, reader_methods},
                               {0, nullptr}};
