@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,16 @@ from .checks import dtype_name, expect, expect_apart, expect_distinct, expect_te
 _library = torch.library.Library("sparse_attn", "DEF")
 _DEVICE_KEYS = ("CPU", "CUDA", "PrivateUse1")
 _MEMO_ENTRIES = 4096
+_TYPES: dict[str, tuple[str, Any]] = {
+    "Tensor": ("a dense tensor", Tensor),
+    "str": ("a word", str),
+    "int": ("an integer", Integral),
+    "SymInt": ("an integer", (Integral, torch.SymInt)),
+    "float": ("a number", Real),
+    "bool": ("True or False", bool),
+    "ScalarType": ("a dtype", torch.dtype),
+}
+"""Of schemas, with a name for messages."""
 
 
 class Arguments(Protocol):
@@ -133,11 +144,24 @@ def _checked(op: Op, a: Any, given: dict[str, Any] | None) -> tuple[Output, ...]
     return outputs
 
 
-def _check_gradients(op: Op, a: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse tensors whose gradient PyTorch would follow: it would find none here, and only warn."""
-    for value in (*args, *kwargs.values()):  # fewer than all of the tuple
+def _check_types(op: Op, a: Any) -> None:
+    """Refuse values of other types than the schema's, as PyTorch does for calls that pass through it."""
+    for kind, optional, name in re.findall(r"(\w+)(?:\(\w!\))?(\??) (\w+)", op.schema):
+        value, (expected, types) = getattr(a, name), _TYPES[kind]
+        if value is None and (optional or kind == "Tensor"):
+            continue  # needed tensors are looked for with the other checks
+        expect(isinstance(value, types), op.name, name, expected, type(value).__name__)
+        if kind == "Tensor":
+            dense = value.layout == torch.strided and not value.is_nested
+            expect(dense, op.name, name, expected, "a nested one" if value.is_nested else value.layout)
+
+
+def _check_gradients(op: Op, a: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse tensors whose gradient PyTorch would follow: it would find none here, and of the tensors ``given`` to fill
+    the one of what they held before."""
+    for value in (*args, *kwargs.values(), *given.values()):  # fewer than all of the tuple
         if isinstance(value, Tensor) and value.requires_grad:
-            name = next(name for name, argument in a._asdict().items() if argument is value)
+            name = next(name for name, argument in (a._asdict() | given).items() if argument is value)
             expected = "a tensor without requires_grad, as this op has no gradient"
             raise refuse(op.name, name, expected, "one with it", "detach it or use torch.no_grad()")
 
@@ -177,7 +201,7 @@ def define(op: Op) -> None:
         a, key = reader().read(args, kwargs, ())
         impl, outputs = _memo.get(key) or route(op, a, key)
         if torch.is_grad_enabled():
-            _check_gradients(op, a, args, kwargs)
+            _check_gradients(op, a, args, kwargs, {})
         written = _written(op, a, None) if op.writes else {}
         if written:
             _check_apart(op, reader(), a, written)
@@ -190,7 +214,7 @@ def define(op: Op) -> None:
     def fake(*args: Any, **kwargs: Any) -> Any:
         a = op.arguments(*args, **kwargs)
         if torch.is_grad_enabled():
-            _check_gradients(op, a, args, kwargs)
+            _check_gradients(op, a, args, kwargs, {})
         return _empty(a, _checked(op, a, None))[0]
 
     def kernel_out(*args: Any, **kwargs: Any) -> None:
@@ -198,7 +222,7 @@ def define(op: Op) -> None:
         a, key = reader().read(args, kwargs, tuple(given.values()))
         impl, _ = _memo.get(key) or route(op, a, key, given)
         if torch.is_grad_enabled():
-            _check_gradients(op, a, args, kwargs)
+            _check_gradients(op, a, args, kwargs, given)
         written = _written(op, a, given)
         _check_apart(op, reader(), a, written)
         impl.run(a, *given.values())
@@ -206,7 +230,10 @@ def define(op: Op) -> None:
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
-        _checked(op, op.arguments(*args, **kwargs), given)
+        a = op.arguments(*args, **kwargs)
+        if torch.is_grad_enabled():
+            _check_gradients(op, a, args, kwargs, given)
+        _checked(op, a, given)
 
     names = [f"Tensor {r.name}" for r in op.returns]
     _register(op.name, op.schema, "Tensor" if len(names) == 1 else f"({', '.join(names)})", kernel, fake)
@@ -246,6 +273,7 @@ def resolve(name: str, *args: Any, **kwargs: Any) -> registry.Impl:
     if op is None:
         raise ValueError(f"resolve: name: expected one of {', '.join(op.name for op in _OPS)}, got {name!r}")
     a, key = reading.reader(op.name, op.arguments, *op.host_bounds).read(args, kwargs, ())
+    _check_types(op, a)
     return route(op, a, key)[0]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -460,6 +462,32 @@ def test_resolve_runs_without_the_router() -> None:
         sparse_attn.resolve("attention")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("q", np.zeros((1, 4, 8)), "q: expected a dense tensor, got ndarray"),
+        ("q", [0.0], "q: expected a dense tensor, got list"),
+        ("q", None, "q: expected a tensor, got None"),
+        ("kv", 5, "kv: expected a dense tensor, got int"),
+        ("indices", torch.zeros(2, 2, 2).to_sparse(), "indices: expected a dense tensor, got torch.sparse_coo"),
+        ("page_table", torch.zeros(2, 2).to_sparse_csr(), "page_table: expected a dense tensor, got torch.sparse_csr"),
+        ("sinks", torch.nested.nested_tensor([torch.ones(2)]), "sinks: expected a dense tensor, got a nested one"),
+        ("scale", torch.ones(()), "scale: expected a number, got Tensor"),
+        ("v_dim", 1.5, "v_dim: expected an integer, got float"),
+        ("max_seq_len", None, "max_seq_len: expected an integer, got NoneType"),
+        ("format", b"fp32", "format: expected a word, got bytes"),
+        ("format", "\ud800", "format: expected one of fp32, "),
+        ("causal", "no", "causal: expected True or False, got str"),
+    ],
+)
+def test_resolve_refuses_values_of_other_types(name: str, value: object, sentence: str) -> None:
+    """PyTorch reads no schema for it."""
+    leading, kwargs = gqa()
+    arguments = Attend(*leading, **kwargs)._asdict() | {name: value}
+    with pytest.raises(sparse_attn.InvalidCall, match=re.escape(f"attend: {sentence}")):
+        sparse_attn.resolve("attend", **arguments)
+
+
 def test_router_remembers_by_kind_of_call_and_stays_bounded(monkeypatch) -> None:
     library.forget()
     leading, kwargs = gqa()
@@ -488,6 +516,7 @@ def test_tensors_with_a_gradient_are_refused() -> None:
     rows = torch.randn(2, 1, 8, requires_grad=True)
     outs, lses = torch.randn(2, 5, 3, 8, requires_grad=True), torch.zeros(2, 5, 3)
     out = torch.zeros(5, 3, 8), torch.zeros(5, 3)
+    held = 2 * torch.zeros(5, 3, 8, requires_grad=True)  # would hold results, with the gradient of the product
     why = (
         "a tensor without requires_grad, as this op has no gradient, got one with it; detach it or use torch.no_grad()"
     )
@@ -495,6 +524,7 @@ def test_tensors_with_a_gradient_are_refused() -> None:
         (lambda: OPS.store(rows, plane, slots, format="fp32"), f"store: rows: expected {why}"),
         (lambda: OPS.merge(outs, lses), f"merge: outs: expected {why}"),
         (lambda: OPS.merge.out(outs, lses, out=out[0], lse=out[1]), f"merge: outs: expected {why}"),
+        (lambda: OPS.merge.out(outs.detach(), lses, out=held, lse=out[1]), f"merge: out: expected {why}"),
         (
             lambda: OPS.merge(outs.detach(), lses, sinks=torch.zeros(3, requires_grad=True)),
             f"merge: sinks: expected {why}",
@@ -513,6 +543,11 @@ def test_tensors_with_a_gradient_are_refused() -> None:
         merge(outs)
     with torch.no_grad():
         assert torch.equal(merge(outs), OPS.merge(outs, lses)[0])
+    fill = torch.compile(
+        lambda x: OPS.merge.out(outs.detach(), lses, out=x, lse=out[1]), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="merge: out: expected a tensor without requires_grad"):
+        fill(held)
 
 
 def test_autograd_knows_what_is_written() -> None:
