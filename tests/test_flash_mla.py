@@ -195,14 +195,15 @@ def test_hostile_indices_are_masked(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["v3.2", "v4, ratio 4", "bf16, 576", "bf16, window", "v4, window"])
-@pytest.mark.parametrize("page", [-1, 99, INT_MIN, INT_MAX])
-def test_a_page_that_the_plane_lacks_is_not_read(shape: str, page: int) -> None:
+@pytest.mark.parametrize("page", [-1, 99, INT_MIN, INT_MAX, None], ids=lambda page: "next" if page is None else page)
+def test_a_page_that_the_plane_lacks_is_not_read(shape: str, page: int | None) -> None:
     """The rows that would attend it are NaN, others whole."""
     impl, leading, kwargs = call_of(shape, lengths=(20, 9), rows=(2, 1), padding=1)
     clean = cases.run(impl, leading, kwargs)
     name = "win_page_table" if "win" in kwargs else "page_table"
     table = kwargs[name].clone()
-    table[1] = page
+    plane = kwargs["win" if "win" in kwargs else "kv"]
+    table[1] = len(plane) if page is None else page
     if "indices" in kwargs:
         kwargs["indices"][:, 0, 0] = 1  # the row of the second sequence attends one of its entries
     clean = cases.run(impl, leading, kwargs)
