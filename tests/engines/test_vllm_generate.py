@@ -114,7 +114,8 @@ def test_admission_with_vllms_own_kernels(folders: Any, tmp_path: Path, mode: st
     folder, expected = folders("qwen3")
     profile = dict(step=1e-3, token=1e-5, scored=1e-9, attended=1e-7, device="cpu, qwen3, auto")
     (tmp_path / "profile.json").write_text(json.dumps(profile))
-    asked = dict(mode=mode, budget=1.2e-3, profile=str(tmp_path / "profile.json"))
+    # a hundredth of what a step takes, so that no measured step makes room for a second request
+    asked = dict(mode=mode, budget=1e-5, profile=str(tmp_path / "profile.json"))
     options = dict(scheduler_cls=SCHEDULER, additional_config=dict(sparse_attn=dict(admission=asked)))
     found, _ = generate(folder, options)
     assert found["tokens"] == expected

@@ -67,7 +67,7 @@ def build(folder: Path, name: str) -> torch.nn.Module:
 
     family, fields = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**COMMON | fields)
-    torch.manual_seed(0)
+    torch.manual_seed(1)  # no two index scores are so near that rounding decides
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     for parameter in model.parameters():  # the default start is so flat that all logits are near
         if parameter.ndim > 1:
