@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from .plan import shares, tokens
+from .plan import counts, shares
 from .serving.crossover import Crossover, Switches, Timing, crossovers, read, switches
 
 
@@ -31,16 +31,12 @@ def arguments() -> argparse.ArgumentParser:
         "--model", type=Path, metavar="FOLDER", help="a checkpoint of transformers; without, the demo's SmolLM2-135M"
     )
     engine("--share", type=shares, default="1/4", metavar="LIST", help="of the visible tokens, such as 1/4,1/8 (1/4)")
-    engine("--lengths", type=_list, default="128,256,512,1k,2k,4k,8k", metavar="LIST", help="of the sequences")
-    engine("--sequences", type=_list, default="1,4,16", metavar="LIST", help="in a step (1,4,16)")
+    engine("--lengths", type=counts, default="128,256,512,1k,2k,4k,8k", metavar="LIST", help="of the sequences")
+    engine("--sequences", type=counts, default="1,4,16", metavar="LIST", help="in a step (1,4,16)")
     engine("--rounds", type=int, default=9, metavar="N", help="timed calls of each kind (9)")
     engine("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (bfloat16)")
     engine("--threads", type=int, metavar="N", help="CPU threads; without, PyTorch's choice")
     return parser
-
-
-def _list(text: str) -> list[int]:
-    return [*map(tokens, text.split(","))]
 
 
 def main(argv: list[str]) -> int:

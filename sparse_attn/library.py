@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +93,10 @@ class Op:
         """Tensors that a call must bring: PyTorch passes None for any tensor."""
         return re.findall(r"Tensor(?:\(\w!\))? (\w+)", self.schema)
 
+    @cached_property  # at the first call: importing the package loads no native module
+    def reader(self) -> reading.Reader:
+        return reading.reader(self.name, self.arguments, *self.host_bounds)
+
 
 _OPS: list[Op] = []
 Routed = tuple[registry.Impl, tuple[Output, ...]]
@@ -171,10 +175,10 @@ def _written(op: Op, a: Any, given: dict[str, Any] | None) -> dict[str, Tensor |
     return {name: getattr(a, name) for name in op.writes} | (given or {})
 
 
-def _check_apart(op: Op, reader: reading.Reader, a: Any, written: dict[str, Tensor | None]) -> None:
+def _check_apart(op: Op, a: Any, written: dict[str, Tensor | None]) -> None:
     """Refuse to write memory that the call also reads. It depends on addresses, so it is not remembered."""
     named = a._asdict() | written
-    if reader.apart(tuple(written.values()), tuple(named.values())):
+    if op.reader.apart(tuple(written.values()), tuple(named.values())):
         return
     for name, tensor in written.items():
         if tensor is not None:
@@ -193,18 +197,14 @@ def define(op: Op) -> None:
     """Register ``op`` and, if it returns tensors, its overload ``out``, which fills the caller's."""
     _OPS.append(op)
 
-    @cache  # at the first call: importing the package loads no native module
-    def reader() -> reading.Reader:
-        return reading.reader(op.name, op.arguments, *op.host_bounds)
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        a, key = reader().read(args, kwargs, ())
+        a, key = op.reader.read(args, kwargs, ())
         impl, outputs = _memo.get(key) or route(op, a, key)
         if torch.is_grad_enabled():
             _check_gradients(op, a, args, kwargs, {})
         written = _written(op, a, None) if op.writes else {}
         if written:
-            _check_apart(op, reader(), a, written)
+            _check_apart(op, a, written)
         returned, filled = _empty(a, outputs)
         impl.run(a, *filled)
         if written:
@@ -219,12 +219,12 @@ def define(op: Op) -> None:
 
     def kernel_out(*args: Any, **kwargs: Any) -> None:
         given = {r.name: kwargs.pop(r.name, None) for r in op.returns}
-        a, key = reader().read(args, kwargs, tuple(given.values()))
+        a, key = op.reader.read(args, kwargs, tuple(given.values()))
         impl, _ = _memo.get(key) or route(op, a, key, given)
         if torch.is_grad_enabled():
             _check_gradients(op, a, args, kwargs, given)
         written = _written(op, a, given)
-        _check_apart(op, reader(), a, written)
+        _check_apart(op, a, written)
         impl.run(a, *given.values())
         _note_written(written)
 
@@ -272,7 +272,7 @@ def resolve(name: str, *args: Any, **kwargs: Any) -> registry.Impl:
     op = next((op for op in _OPS if op.name == name), None)
     if op is None:
         raise ValueError(f"resolve: name: expected one of {', '.join(op.name for op in _OPS)}, got {name!r}")
-    a, key = reading.reader(op.name, op.arguments, *op.host_bounds).read(args, kwargs, ())
+    a, key = op.reader.read(args, kwargs, ())
     _check_types(op, a)
     return route(op, a, key)[0]
 

@@ -26,6 +26,11 @@ def tokens(text: str) -> int:
     return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2]]
 
 
+def counts(text: str) -> list[int]:
+    """``8k,32k``."""
+    return [*map(tokens, text.split(","))]
+
+
 def seconds(text: str) -> float:
     """``50ms`` or ``0.05s``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from .models import METHODS, PRESETS, Model, shard, sparse
-from .plan import tokens
+from .plan import counts
 from .serving import breakdown, calibration
 from .serving.cost import TERMS, Profile
 
@@ -40,18 +40,14 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument_group("with --model").add_argument
     add("--select", type=int, metavar="N", help="tokens that a dense model selects")
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks, of which this is one")
-    add("--lengths", type=_list, default=[8192, 32768], metavar="LIST", help="tokens of a sequence (8k,32k)")
-    add("--queries", type=_list, default=[1], metavar="LIST", help="of them in the step: 1 decodes, more prefill (1)")
+    add("--lengths", type=counts, default=[8192, 32768], metavar="LIST", help="tokens of a sequence (8k,32k)")
+    add("--queries", type=counts, default=[1], metavar="LIST", help="of them in the step: 1 decodes, more prefill (1)")
     add("--batch", type=int, default=1, metavar="N", help="sequences (1)")
     add("--device", default="cpu", metavar="NAME", help="(cpu)")
     add("--rounds", type=int, default=9, metavar="N", help="timed calls of each kind (9)")
     add = parser.add_argument_group("with --records").add_argument
     add("--cost", metavar="FILE", help="coefficients of a step's time, from calibrate; without, fitted to the records")
     return parser
-
-
-def _list(text: str) -> list[int]:
-    return [*map(tokens, text.split(","))]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -147,8 +143,8 @@ def _recorded(options: argparse.Namespace) -> str:
     lines.append("|---" * (7 + len(names)) + "|")
     for bucket in found:
         length = f"{bucket.above} to {bucket.upto}" if bucket.above else f"up to {bucket.upto}"
-        counts = f"{bucket.requests} | {bucket.tokens} | {bucket.effective_kv_ratio:.3f}"
-        lines.append(f"| {length} | {bucket.phase} | {counts} | {_times(bucket)} | {bucket.bottleneck} |")
+        shown = f"{bucket.requests} | {bucket.tokens} | {bucket.effective_kv_ratio:.3f}"
+        lines.append(f"| {length} | {bucket.phase} | {shown} | {_times(bucket)} | {bucket.bottleneck} |")
     return "\n".join([*lines, *([said] if said else [])])
 
 

@@ -86,7 +86,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--hold",
         type=float,
-        default=argparse.SUPPRESS,
         help=f"seconds a request may wait; then 503 (with --mode enforce alone; {HOLD:g})",
     )
     add("--profile", type=Path, metavar="FILE", help="of step times, from calibrate; without, memory alone decides")
@@ -112,11 +111,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if value is not None and value not in allowed:
             at_most = f" to {allowed[-1]}" if allowed[-1] < LARGEST else " or more"
             parser.error(f"--{name.replace('_', '-')}: expected {allowed[0]}{at_most}, got {value}")
-    if "hold" in options and options.mode != "enforce":
+    if options.hold is not None and options.mode != "enforce":
         parser.error(
             f"--hold: acts with --mode enforce alone, got --mode {options.mode}; choose it, or leave --hold out"
         )
-    options.hold = getattr(options, "hold", HOLD)
+    options.hold = HOLD if options.hold is None else options.hold
     return options
 
 

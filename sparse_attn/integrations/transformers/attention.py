@@ -216,6 +216,14 @@ class Rows:
     format: str
     scale: Tensor | None = None
 
+    @classmethod
+    def zeros(cls, format: str, pages: int, page_size: int, heads: int, dim: int, device: torch.device) -> Rows:
+        spec = layout.FORMATS[format]
+        shape = spec.shape(pages, page_size, heads, dim)
+        rows = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+        scale = torch.zeros(shape[:3], dtype=torch.half, device=device) if spec.scale_dtype else None
+        return cls(rows, format, scale)
+
 
 @dataclass
 class Entries:

@@ -19,7 +19,6 @@ from transformers.cache_utils import (
 
 from ... import configs, store
 from ...checks import InvalidCall, expect, refuse
-from ...layout import FORMATS as LAYOUTS
 from ...layout import PLAIN_FORMATS, names, pages_for, slot
 from ...serving.pages import PageAllocator
 from .. import capabilities
@@ -228,12 +227,8 @@ class PagedLayer(Layer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         def plane(rows: Tensor, format: str) -> Rows:
-            layout = LAYOUTS[format or FORMATS[rows.dtype]]
             pages, size = self.cache.pages.pages, self.cache.pages.page_size
-            shape = layout.shape(pages, size, rows.shape[1], rows.shape[3])
-            new = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=rows.device)
-            scale = torch.zeros(shape[:3], dtype=torch.half, device=rows.device) if layout.scale_dtype else None
-            return Rows(new, layout.name, scale)
+            return Rows.zeros(format or FORMATS[rows.dtype], pages, size, rows.shape[1], rows.shape[3], rows.device)
 
         self.key_plane, self.value_plane = plane(key_states, self.format), plane(value_states, self.format)
         self.index_plane = plane(key_states, self.index_format) if self.index_format else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...checks import expect
-from ...layout import FORMATS, pages_for, slot
+from ...layout import pages_for, slot
 from ...models import Model, Plane
 from ...serving.pages import OutOfPages, PageAllocator
 from .attention import FORMATS as PLAIN
@@ -212,12 +212,11 @@ class Planes:
         return found
 
     def _plane(self, plane: Plane, like: Tensor) -> Rows:
-        format = FORMATS[self.formats.get(plane.kind, plane.format) or PLAIN[like.dtype]]
+        format = self.formats.get(plane.kind, plane.format) or PLAIN[like.dtype]
         pages, page_size = self.pages.pages, self.pages.page_size // plane.ratio
         if plane.entries:  # a page for each sequence
             pages, page_size = len(self.tokens), plane.entries + self.rewind
-        shape = format.shape(pages, page_size, plane.heads, sum(plane.rows))
-        return Rows(torch.zeros(shape, dtype=getattr(torch, format.dtype), device=like.device), format.name)
+        return Rows.zeros(format, pages, page_size, plane.heads, sum(plane.rows), like.device)
 
 
 RESET = "call reset() or make another cache"
