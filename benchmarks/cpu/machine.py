@@ -23,6 +23,8 @@ LIMITS = {
 }
 """What each is called, and its unit, in thousands of millions a second. ``copy`` counts bytes read and written."""
 MEMORY = 1 << 30
+WARM_UP = 0.2
+"""Seconds before a limit is taken: threads start, find their core, and its clock settles."""
 
 
 def huge(size: int) -> mmap.mmap:
@@ -54,11 +56,13 @@ def measure(rounds: int = 5) -> dict[str, float]:
     threads = torch.get_num_threads()
     found = {}
     for limit in LIMITS:
-        rates = []
-        for _ in range(rounds):
+        rates: list[float] = []
+        begin = time.perf_counter()
+        while len(rates) < rounds:
             start = time.perf_counter()
             work = native.work_at_limit(limit, memory, threads, isa)
-            rates.append(work / (time.perf_counter() - start) / 1e9)
+            if start - begin > WARM_UP:
+                rates.append(work / (time.perf_counter() - start) / 1e9)
         if max(rates) > 0:
             found[limit] = statistics.quantiles(rates, n=4)[2]  # the upper quartile: a neighbour only takes away
     return found

@@ -165,7 +165,7 @@ def run(
             times = measure(case, budget)
             found += _rows(plan, case, times, limits, threads)
             if plan.scaling and threads > 1:
-                found.append(_scaling(plan, case, times, threads, budget))
+                found.append(_scaling(plan, case, threads, budget))
         if not quick and only.lower() in "sparse over dense":
             found += _dense(threads, budget, say)
     return limits, found
@@ -200,13 +200,14 @@ def _rows(plan: Plan, case: Case, times: dict[str, Time], limits: dict[str, floa
     return found
 
 
-def _scaling(plan: Plan, case: Case, times: dict[str, Time], threads: int, budget: float) -> Row:
-    """One thread's time over that of several."""
+def _scaling(plan: Plan, case: Case, threads: int, budget: float) -> Row:
+    """One thread's time over that of several, both without peers in between."""
+    alone = replace(case, functions={OURS: case.functions[OURS]})
     torch.set_num_threads(1)
-    alone = measure(replace(case, functions={OURS: case.functions[OURS]}), budget)[OURS]
+    one = measure(alone, budget)[OURS]
     torch.set_num_threads(threads)
-    ours = times[OURS]
-    return _row(plan.group, case.name, alone.quartile / ours.quartile, "x", 0.95 * threads, "one thread", ours, threads)
+    several = measure(alone, budget)[OURS]
+    return _row(plan.group, case.name, one.quartile / several.quartile, "x", 0.95 * threads, "one thread", several, threads)
 
 
 def _calls(budget: float) -> list[Row]:
