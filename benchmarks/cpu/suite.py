@@ -207,7 +207,8 @@ def _scaling(plan: Plan, case: Case, threads: int, budget: float) -> Row:
     one = measure(alone, budget)[OURS]
     torch.set_num_threads(threads)
     several = measure(alone, budget)[OURS]
-    return _row(plan.group, case.name, one.quartile / several.quartile, "x", 0.95 * threads, "one thread", several, threads)
+    ratio = one.quartile / several.quartile
+    return _row(plan.group, case.name, ratio, "x", 0.95 * threads, "one thread", several, threads)
 
 
 def _calls(budget: float) -> list[Row]:
