@@ -59,6 +59,11 @@ class Plan:
     """Whether one thread is measured as well."""
 
 
+def in_caches(case: Case) -> Case:
+    """The case with one set of arguments, whose rows caches hold from the second call on."""
+    return replace(case, name=f"{case.name}, in caches", variants=1)
+
+
 def plans(compiled: bool) -> Iterator[Plan]:
     """Everything, in the order of the page. `compiled`: with peers that torch compiles, which takes minutes."""
     best = attend.IDIOMATIC
@@ -69,7 +74,9 @@ def plans(compiled: bool) -> Iterator[Plan]:
         make = partial(attend.make, attend.latent(128, context), 1, compiled=compiled and middle)
         yield Plan(group, make, 0.85, {BEST: 1.4, best: 2.1}, quick=middle, scaling=middle)
     yield Plan(group, partial(attend.make, attend.latent(128), 8), 0.85, {BEST: 1.4, best: 2.1})
+    yield Plan(group, lambda: in_caches(attend.make(attend.latent(128), 1, peers=False)), 0.90)
     yield Plan(group, partial(attend.make, attend.latent(128), 1, "fp32"), 0.85, quick=True)
+    yield Plan(group, partial(attend.make, attend.latent(128), 1, "fp16"))
     group = "V3.2 decode on a part of the heads"
     for batch, limit in ((1, 0.58), (8, 0.65), (16, 0.68)):
         make = partial(attend.make, attend.latent(16), batch, compiled=compiled and batch == 1)
@@ -115,6 +122,7 @@ def plans(compiled: bool) -> Iterator[Plan]:
     for heads in (128, 16):
         make = partial(attend.make, attend.latent(heads, 8192, rows=64), 1)
         yield Plan(group, make, 0.88, {BEST: 1.5}, quick=heads == 16)
+    yield Plan(group, partial(attend.make, attend.latent(128, 8192, rows=4096), 1, peers=False), 0.88)
     yield Plan(group, partial(attend.make, replace(attend.SMOLLM, context=2048, selected=0, rows=2048), 1))
 
     group = "Rows"
