@@ -30,7 +30,7 @@ REBUILD = "delete the file and install the package again"
 INSTRUCTION_SETS = (
     *("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     *("avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"),
-    *("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2"),
+    *("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "svebf16", "sve2"),
 )
 
 

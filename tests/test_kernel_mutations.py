@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -39,11 +40,12 @@ CSRC = Path(__file__).parent.parent / "csrc"
 SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.cpp", "best.cpp", "store.cpp")
 SOURCES += ("compress.cpp", "compress_portable.cpp", "entry.cpp", "entry_portable.cpp", "merge.cpp", "select_merge.cpp")
 SOURCES += ("limits.cpp", "limits_portable.cpp", "parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
+ISAS = {"x86_64": ("Avx2", "Avx512", "Avx512Bf16"), "aarch64": ("NeonBf16", "Sve256Bf16")}
 OTHER_ISAS = "".join(
     f"extern const Kernels k{isa}Kernels = {{}}; extern const SelectKernels k{isa}SelectKernels = {{}};"
     f"extern const CompressEntry k{isa}Compress = nullptr; extern const RowKernels k{isa}RowKernels = {{}};"
     f"extern const LimitKernels k{isa}LimitKernels = {{}};"
-    for isa in ("Avx2", "Avx512", "Avx512Bf16")
+    for isa in ISAS.get(platform.machine(), ())
 )
 INCLUDED_BY = {"encode.h": ["entry_portable.cpp"], "compress_kernel.h": ["compress_portable.cpp"]}
 INCLUDED_BY |= {"plane.h": ["arguments.cpp"], "../common/layout.h": ["arguments.cpp", "entry.cpp"]}

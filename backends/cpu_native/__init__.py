@@ -50,7 +50,7 @@ def _unavailable() -> str | None:
 def _isa(wanted: str) -> int:
     """Number of an instruction set in the native module; of the best one for ``"auto"``."""
     machine = _native().instruction_sets()
-    return len(machine) - 1 if wanted == "auto" else machine.index(wanted)
+    return list(machine.values())[-1] if wanted == "auto" else machine[wanted]
 
 
 def _machine() -> tuple[int, int]:

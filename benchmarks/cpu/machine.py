@@ -48,9 +48,9 @@ def pool(*shape: int, dtype: torch.dtype) -> Tensor:
 def measure(rounds: int = 5) -> dict[str, float]:
     """Every limit on torch's number of threads, in 1e9 operations or bytes a second. Absent: no such instruction."""
     native = import_module("sparse_attn._cpu_native")
-    names = native.instruction_sets()
+    numbers = native.instruction_sets()
     wanted = env.CPU_ISA.get()
-    isa = len(names) - 1 if wanted == "auto" else names.index(wanted)
+    isa = list(numbers.values())[-1] if wanted == "auto" else numbers[wanted]
     memory = huge(MEMORY)
     memory.write(bytes(MEMORY))
     threads = torch.get_num_threads()
@@ -77,7 +77,7 @@ def described() -> dict[str, str]:
     wanted = env.CPU_ISA.get()
     return {
         "processor": ", ".join(sorted(names)) or platform.processor() or platform.machine(),
-        "instruction set": native.instruction_sets()[-1] if wanted == "auto" else wanted,
+        "instruction set": list(native.instruction_sets())[-1] if wanted == "auto" else wanted,
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
     }

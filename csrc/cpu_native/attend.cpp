@@ -169,7 +169,7 @@ class Call {
  public:
   explicit Call(const AttendParams& p)
       : p_(p),
-        kernels_(SPARSE_ATTN_KERNELS_FOR(p.isa, Kernels)),
+        kernels_(kernels_for(p.isa, SPARSE_ATTN_ISAS(Kernels))),
         rows_(cut_rows(p)),
         threads_(has_work_for_threads() ? p.threads : 1) {}
 

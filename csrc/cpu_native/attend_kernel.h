@@ -598,7 +598,7 @@ class Attention {
 // row are numbers of bf16. An element of fp8_v32 or int8_v32, or with a bf16 scale, need not be one
 // after it is scaled: it is rounded then, which errs by 2^-9 of it, while fp8 and int8 themselves
 // err by 2^-4 of it and 2^-8 of the largest.
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
 inline bool exact_in_bf16(const PagedRows& rows) {
   return rows.dim == 0 || (rows.type != Number::kFp32 && rows.type != Number::kFp16);
 }
@@ -610,7 +610,7 @@ inline bool computes_in_bf16(const AttendParams& p) {
 #endif
 
 int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
   if (computes_in_bf16(p)) return Attention<Bf16>::scratch_bytes(p, lanes);
 #endif
   return Attention<F32>::scratch_bytes(p, lanes);
@@ -623,7 +623,7 @@ int64_t partial_floats(const AttendParams& p, int32_t lanes) {
 bool attend(const AttendParams& p, const Block& block, int64_t begin, int64_t end, char* scratch,
             float* partials) {
   Carver carver(scratch);
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
   if (computes_in_bf16(p)) return Attention<Bf16>(p, block, &carver).run(begin, end, partials);
 #endif
   return Attention<F32>(p, block, &carver).run(begin, end, partials);

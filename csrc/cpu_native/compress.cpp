@@ -161,8 +161,8 @@ CallStatus compress(const CompressParams& p) {
   const int64_t places = p.span * static_cast<int64_t>(sizeof(TokenPlace));
   const int64_t bytes = (floats * 4 + places + 63) / 64 * 64;
   char* memory = thread_memory(0, bytes * threads);
-  const CompressEntry kernel = SPARSE_ATTN_KERNELS_FOR(p.isa, Compress);
-  const RowKernels& rows = SPARSE_ATTN_KERNELS_FOR(p.isa, RowKernels);
+  const CompressEntry kernel = kernels_for(p.isa, SPARSE_ATTN_ISAS(Compress));
+  const RowKernels& rows = kernels_for(p.isa, SPARSE_ATTN_ISAS(RowKernels));
   const int64_t task_entries = std::max<int64_t>(1, 64 / p.span);
   parallel_for(
       (entries + task_entries - 1) / task_entries, threads, [&](int64_t task, int32_t worker) {

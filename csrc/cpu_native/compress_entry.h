@@ -32,6 +32,6 @@ static inline int64_t entry_memory(const CompressParams& p) {
 using CompressEntry = void (*)(const CompressParams& p, const EntryTokens& tokens, float* memory,
                                float* latent, float* row);
 
-extern const CompressEntry kPortableCompress, kAvx2Compress, kAvx512Compress, kAvx512Bf16Compress;
+extern const CompressEntry SPARSE_ATTN_ISAS(Compress);
 
 }  // namespace sparse_attn

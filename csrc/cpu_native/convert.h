@@ -96,9 +96,21 @@ inline void scale_row(Number from, const char* row, int32_t dim, const GroupScal
   });
 }
 
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
 constexpr int kPair = 2 * kWidth;  // elements of bf16 in a vector
 
+// Upper halves of numbers that all are numbers of bf16: of `low`, then of `high`.
+template <int... kElement>
+SPARSE_ATTN_INLINE Floats upper_halves(Floats low, Floats high,
+                                       std::integer_sequence<int, kElement...>) {
+  return (Floats)__builtin_shufflevector((Shorts)low, (Shorts)high, (2 * kElement + 1)...);
+}
+
+SPARSE_ATTN_INLINE Floats upper_halves(Floats low, Floats high) {
+  return upper_halves(low, high, std::make_integer_sequence<int, kPair>());
+}
+
+#if defined(__AVX512BF16__)
 // Magnitudes of e4m3 as bf16, by their code: the low and the high bytes. In `marked` ones the last
 // bit, which none of them needs, marks those that a power of two multiplies by moving the exponent:
 // neither zero nor NaN.
@@ -139,17 +151,6 @@ SPARSE_ATTN_INLINE void look_up_e4m3(const E4m3Magnitudes& magnitudes, const cha
   x[1] = _mm512_unpackhi_epi8(low, high);
 }
 
-// Upper halves of numbers that all are numbers of bf16: of `low`, then of `high`.
-template <int... kElement>
-SPARSE_ATTN_INLINE Floats upper_halves(Floats low, Floats high,
-                                       std::integer_sequence<int, kElement...>) {
-  return (Floats)__builtin_shufflevector((Shorts)low, (Shorts)high, (2 * kElement + 1)...);
-}
-
-SPARSE_ATTN_INLINE Floats upper_halves(Floats low, Floats high) {
-  return upper_halves(low, high, std::make_integer_sequence<int, kPair>());
-}
-
 // Numbers of int4 as bf16, by their code.
 alignas(64) constexpr uint16_t kInt4[kPair] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
                                                0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
@@ -163,11 +164,14 @@ SPARSE_ATTN_INLINE __m512i look_up_nibbles(const char* p, __m512i table) {
   return _mm512_permutexvar_epi16(_mm512_and_si512(x, _mm512_set1_epi16(15)), table);
 }
 
+#endif
+
 // To bf16, from a type whose numbers all are numbers of bf16.
 template <Number kFrom>
 inline void convert_row(const char* row, int32_t dim, uint16_t* to) {
   const auto load = [=](int32_t i) { return load_as_floats<kFrom>(row + bytes_of(kFrom, i)); };
   int32_t i = 0;
+#if defined(__AVX512BF16__)
   if constexpr (kFrom == Number::kInt4) {
     const __m512i table = _mm512_load_si512(kInt4);
     for (; i + kPair <= dim; i += kPair)
@@ -178,6 +182,7 @@ inline void convert_row(const char* row, int32_t dim, uint16_t* to) {
     look_up_e4m3(kE4m3, row + i, x);
     for (int j = 0; j < 2; ++j) _mm512_storeu_si512(to + i + j * kPair, x[j]);
   }
+#endif
   for (; i + kPair <= dim; i += kPair) store(to + i, upper_halves(load(i), load(i + kWidth)));
   for (; i < dim; i += kWidth) {
     const Floats x =
@@ -190,6 +195,7 @@ inline void convert_row(Number from, const char* row, int32_t dim, uint16_t* to)
   with_type(from, [=](auto type) { convert_row<type>(row, dim, to); });
 }
 
+#if defined(__AVX512BF16__)
 // e4m3 times powers of two, as a sum in the exponent. Rows are of a multiple of 64 elements.
 inline void move_e4m3(const char* row, int32_t dim, const GroupScales& scales, uint16_t* to) {
   for (int32_t i = 0; i < dim; i += 2 * kPair) {
@@ -233,15 +239,19 @@ inline void scale_e2m1(const char* row, int32_t dim, const GroupScales& scales, 
   }
 }
 
+#endif
+
 // As above, products rounded to bf16. Exact if elements are e4m3 and scales are powers of two, or
 // if elements are e2m1.
 inline void scale_row(Number from, const char* row, int32_t dim, const GroupScales& scales,
                       uint16_t* to) {
+#if defined(__AVX512BF16__)
   if (from == Number::kE2m1) return scale_e2m1(row, dim, scales, to);
   if (from == Number::kE4m3 && dim % (2 * kPair) == 0) {
     return scales.move_exponents() ? move_e4m3(row, dim, scales, to)
                                    : scale_e4m3(row, dim, scales, to);
   }
+#endif
   with_type(from, [&](auto type) {
     constexpr Number kFrom = type;
     const auto scaled = [&](int32_t i) {

@@ -45,12 +45,7 @@ struct RowKernels {
   void (*decode_bf16)(const Codec& codec, const EntryParts& parts, int64_t dim, uint16_t* to);
 };
 
-extern const RowKernels kPortableRowKernels;
-#if defined(__x86_64__)
-extern const RowKernels kAvx2RowKernels;
-extern const RowKernels kAvx512RowKernels;
-extern const RowKernels kAvx512Bf16RowKernels;
-#endif
+extern const RowKernels SPARSE_ATTN_ISAS(RowKernels);
 
 // Quantises a row of plane.dim floats into a slot, which must not lie past the plane.
 void write_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,

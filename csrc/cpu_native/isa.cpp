@@ -1,11 +1,15 @@
 #include "isa.h"
 
-#include <initializer_list>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#include <sys/prctl.h>
+#endif
 
 namespace sparse_attn {
+namespace {
 
-bool supported(Isa isa) {
 #if defined(__x86_64__)
+bool supported(Isa isa) {
   switch (isa) {
     case Isa::kPortable:
       return true;
@@ -21,16 +25,48 @@ bool supported(Isa isa) {
              __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
   }
   return false;
-#else
-  return isa == Isa::kPortable;
-#endif
+}
+#elif defined(__aarch64__) && defined(__linux__)
+// Bits of AT_HWCAP and AT_HWCAP2, which the kernel's interface fixes: older headers lack some.
+constexpr unsigned long kAtomics = 1ul << 8, kRdm = 1ul << 12, kDotProd = 1ul << 20,
+                        kSve = 1ul << 22;
+constexpr unsigned long kSveI8mm = 1ul << 9, kSveBf16 = 1ul << 12, kI8mm = 1ul << 13,
+                        kBf16 = 1ul << 14;
+
+// Whether vectors of SVE have so many bytes in this process: kernels are compiled for one length.
+bool sve_has(int bytes) {
+  constexpr int kGetLength = 51, kLengthMask = 0xffff;  // PR_SVE_GET_VL and PR_SVE_VL_LEN_MASK
+  const int length = prctl(kGetLength);
+  return length > 0 && (length & kLengthMask) == bytes;
 }
 
-Isa best_isa() {
-  for (Isa isa : {Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2}) {
-    if (supported(isa)) return isa;
+bool supported(Isa isa) {
+  const auto has = [](unsigned long bits, unsigned long bits2) {
+    return (getauxval(AT_HWCAP) & bits) == bits && (getauxval(AT_HWCAP2) & bits2) == bits2;
+  };
+  switch (isa) {
+    case Isa::kPortable:
+      return true;
+    case Isa::kNeonBf16:
+      return has(kAtomics | kRdm | kDotProd, kI8mm | kBf16);
+    case Isa::kSve256Bf16:
+      return supported(Isa::kNeonBf16) && has(kSve, kSveI8mm | kSveBf16) && sve_has(32);
   }
-  return Isa::kPortable;
+  return false;
+}
+#else
+bool supported(Isa isa) { return isa == Isa::kPortable; }
+#endif
+
+}  // namespace
+
+std::vector<Isa> isas_of_machine() {
+  std::vector<Isa> result;
+  for (int i = 0; i < static_cast<int>(sizeof(kIsaNames) / sizeof(*kIsaNames)); ++i) {
+    const Isa isa = static_cast<Isa>(i);
+    if (supported(isa)) result.push_back(isa);
+  }
+  return result;
 }
 
 }  // namespace sparse_attn

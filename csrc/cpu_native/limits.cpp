@@ -39,7 +39,7 @@ double blocks(const LimitParams& p, const LimitKernels& kernels) {
 }  // namespace
 
 double work_at_limit(const LimitParams& p) {
-  const LimitKernels& kernels = SPARSE_ATTN_KERNELS_FOR(p.isa, LimitKernels);
+  const LimitKernels& kernels = kernels_for(p.isa, SPARSE_ATTN_ISAS(LimitKernels));
   if (p.limit == Limit::kCopy) return copy(p);
   if (p.limit == Limit::kBlocks) return blocks(p, kernels);
   double (*multiply)(int64_t) = p.limit == Limit::kFp32   ? kernels.fp32

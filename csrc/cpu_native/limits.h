@@ -35,11 +35,6 @@ struct LimitKernels {
   void (*read)(const char* block, const char* next);
 };
 
-extern const LimitKernels kPortableLimitKernels;
-#if defined(__x86_64__)
-extern const LimitKernels kAvx2LimitKernels;
-extern const LimitKernels kAvx512LimitKernels;
-extern const LimitKernels kAvx512Bf16LimitKernels;
-#endif
+extern const LimitKernels SPARSE_ATTN_ISAS(LimitKernels);
 
 }  // namespace sparse_attn

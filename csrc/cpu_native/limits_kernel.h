@@ -48,7 +48,7 @@ double fp32(int64_t rounds) {
                         [](Floats a, Floats b, Floats sum) { return fma(a, b, sum); });
 }
 
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
 double bf16(int64_t rounds) {
   return repeat<Floats>(rounds, 4 * kWidth,
                         [](Floats a, Floats b, Floats sum) { return dot_bf16(a, b, sum); });
@@ -56,7 +56,13 @@ double bf16(int64_t rounds) {
 
 double int8(int64_t rounds) {
   return repeat<Ints>(rounds, 8 * kWidth, [](Ints a, Ints b, Ints sum) {
+#if defined(__AVX512BF16__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(SPARSE_ATTN_SVE)
+    return svusmmla((SveInts)sum, svreinterpret_u8((SveInts)a), svreinterpret_s8((SveInts)b));
+#else
+    return vusmmlaq_s32(sum, (uint8x16_t)a, (int8x16_t)b);
+#endif
   });
 }
 #else

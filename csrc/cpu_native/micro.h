@@ -35,7 +35,7 @@ struct F32 {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
 struct Bf16 {
   typedef uint16_t Element;
   static constexpr Format kFormat = Format::kBf16;

@@ -123,12 +123,12 @@ PYBIND11_MODULE(_cpu_native, m) {
   m.def(
       "instruction_sets",
       [] {
-        py::list names;
-        for (int i = 0; i <= static_cast<int>(best_isa()); ++i) names.append(kIsaNames[i]);
-        return names;
+        py::dict numbers;
+        for (Isa isa : isas_of_machine()) numbers[name_of(isa)] = static_cast<int>(isa);
+        return numbers;
       },
-      "Names of the instruction sets that this machine runs; an index is the number that attend "
-      "and select take.");
+      "Numbers by name of the instruction sets that this machine runs, best last. Ops take a "
+      "number.");
 
   m.def(
       "work_at_limit",

@@ -89,11 +89,6 @@ struct Kernels {
   void (*merge)(const AttendParams& p, const Block& block, int64_t count, float* partials);
 };
 
-extern const Kernels kPortableKernels;
-#if defined(__x86_64__)
-extern const Kernels kAvx2Kernels;
-extern const Kernels kAvx512Kernels;
-extern const Kernels kAvx512Bf16Kernels;
-#endif
+extern const Kernels SPARSE_ATTN_ISAS(Kernels);
 
 }  // namespace sparse_attn

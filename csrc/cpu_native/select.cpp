@@ -265,7 +265,7 @@ class Call {
  public:
   explicit Call(const SelectParams& p)
       : p_(p),
-        kernels_(SPARSE_ATTN_KERNELS_FOR(p.isa, SelectKernels)),
+        kernels_(kernels_for(p.isa, SPARSE_ATTN_ISAS(SelectKernels))),
         rows_(cut_rows(p)),
         threads_(has_work_for_threads() ? p.threads : 1) {
     for (const Rows& rows : rows_) {

@@ -508,7 +508,7 @@ class Scorer {
 };
 
 // bf16 products where queries are bf16 and keys, but for the scales of rows, are too.
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
 inline bool computes_in_bf16(const SelectParams& p) {
   const Number type = p.keys.k.type;
   return p.q_format == Format::kBf16 && !p.rounded && !p.bounds && !pools_keys(p) &&
@@ -518,7 +518,7 @@ inline bool computes_in_bf16(const SelectParams& p) {
 
 template <class Use>
 SPARSE_ATTN_INLINE auto with_mode(const SelectParams& p, const Use& use) {
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
   if (computes_in_bf16(p)) return use(Bf16());
 #endif
   (void)p;

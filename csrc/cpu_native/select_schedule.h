@@ -91,11 +91,6 @@ struct SelectKernels {
                 uint64_t* spare, RowBest* best);
 };
 
-extern const SelectKernels kPortableSelectKernels;
-#if defined(__x86_64__)
-extern const SelectKernels kAvx2SelectKernels;
-extern const SelectKernels kAvx512SelectKernels;
-extern const SelectKernels kAvx512Bf16SelectKernels;
-#endif
+extern const SelectKernels SPARSE_ATTN_ISAS(SelectKernels);
 
 }  // namespace sparse_attn

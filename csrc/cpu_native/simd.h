@@ -13,6 +13,15 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if __ARM_FEATURE_SVE_BITS == 256
+#define SPARSE_ATTN_SVE
+#include <arm_sve.h>
+#endif
+#endif
+
+// Products of pairs of bf16.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define SPARSE_ATTN_BF16
 #endif
 
 #include "../common/layout.h"
@@ -24,7 +33,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(SPARSE_ATTN_SVE)
 constexpr int kWidth = 8;
 #else
 constexpr int kWidth = 4;
@@ -35,7 +44,16 @@ typedef float Floats __attribute__((vector_size(kBytes)));
 typedef int32_t Ints __attribute__((vector_size(kBytes)));
 typedef float UnalignedFloats __attribute__((vector_size(kBytes), aligned(1), may_alias));
 
+typedef int16_t Shorts __attribute__((vector_size(kBytes)));
+
 #define SPARSE_ATTN_INLINE inline __attribute__((always_inline))
+
+#if defined(SPARSE_ATTN_SVE)
+// The same vectors as intrinsics take them.
+typedef svfloat32_t SveFloats __attribute__((arm_sve_vector_bits(256)));
+typedef svint32_t SveInts __attribute__((arm_sve_vector_bits(256)));
+typedef svfloat64_t SveDoubles __attribute__((arm_sve_vector_bits(256)));
+#endif
 
 SPARSE_ATTN_INLINE Floats load(const void* p) { return *static_cast<const UnalignedFloats*>(p); }
 
@@ -56,6 +74,8 @@ SPARSE_ATTN_INLINE Floats broadcast(float x) {
   return (Floats)_mm512_set1_ps(x);
 #elif defined(__AVX2__)
   return (Floats)_mm256_set1_ps(x);
+#elif defined(SPARSE_ATTN_SVE)
+  return svdup_f32(x);
 #else
   return Floats{x, x, x, x};
 #endif
@@ -76,6 +96,8 @@ SPARSE_ATTN_INLINE Floats fma(Floats a, Floats b, Floats c) {
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(SPARSE_ATTN_SVE)
+  return svmla_x(svptrue_b32(), (SveFloats)c, (SveFloats)a, (SveFloats)b);
 #elif defined(__aarch64__)
   return vfmaq_f32(c, a, b);
 #else
@@ -121,6 +143,11 @@ SPARSE_ATTN_INLINE uint32_t greater(Floats a, Floats b) {
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
 #elif defined(__AVX2__)
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)));
+#elif defined(SPARSE_ATTN_SVE)
+  const Ints bits = (a > b) & Ints{1, 2, 4, 8, 16, 32, 64, 128};
+  return static_cast<uint32_t>(svorv(svptrue_b32(), (SveInts)bits));
+#elif defined(__aarch64__)
+  return static_cast<uint32_t>(vaddvq_s32((a > b) & Ints{1, 2, 4, 8}));
 #else
   uint32_t bits = 0;
   for (int i = 0; i < kWidth; ++i) bits |= static_cast<uint32_t>(a[i] > b[i]) << i;
@@ -149,12 +176,26 @@ SPARSE_ATTN_INLINE void store_floats(float* p, Doubles x) {
   *reinterpret_cast<HalfFloats*>(p) = __builtin_convertvector(x, HalfFloats);
 }
 
+#if defined(__aarch64__)
+// a * b + c, of a one lane in every four.
+template <int kLane>
+SPARSE_ATTN_INLINE Floats fma_lane(Floats a, Floats b, Floats c) {
+#if defined(SPARSE_ATTN_SVE)
+  return svmla_lane((SveFloats)c, (SveFloats)b, (SveFloats)a, kLane);
+#else
+  return vfmaq_laneq_f32(c, b, a, kLane);
+#endif
+}
+#endif
+
 // a * b + c
 SPARSE_ATTN_INLINE Doubles fma(Doubles a, Doubles b, Doubles c) {
 #if defined(__AVX512F__)
   return (Doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
 #elif defined(__AVX2__)
   return (Doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(SPARSE_ATTN_SVE)
+  return svmla_x(svptrue_b64(), (SveDoubles)c, (SveDoubles)a, (SveDoubles)b);
 #elif defined(__aarch64__)
   return vfmaq_f64(c, a, b);
 #else
@@ -189,6 +230,8 @@ SPARSE_ATTN_INLINE Floats broadcast_fours(const char* p) {
   return (Floats)_mm512_broadcast_f32x4(_mm_loadu_ps(reinterpret_cast<const float*>(p)));
 #elif defined(__AVX2__)
   return (Floats)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+#elif defined(SPARSE_ATTN_SVE)
+  return svld1rq(svptrue_b32(), reinterpret_cast<const float*>(p));
 #else
   return load(p);
 #endif
@@ -196,7 +239,9 @@ SPARSE_ATTN_INLINE Floats broadcast_fours(const char* p) {
 
 // Lane 4i + j is element j of p[i].
 SPARSE_ATTN_INLINE Floats load_fours(const char* const* p, int64_t offset) {
-  const auto four = [=](int i) { return *reinterpret_cast<const FourFloats*>(p[i] + offset); };
+  [[maybe_unused]] const auto four = [=](int i) {
+    return *reinterpret_cast<const FourFloats*>(p[i] + offset);
+  };
 #if defined(__AVX512F__)
   __m512 x = _mm512_castps128_ps512(four(0));
   x = _mm512_mask_broadcast_f32x4(x, 0x00f0, four(1));
@@ -204,34 +249,44 @@ SPARSE_ATTN_INLINE Floats load_fours(const char* const* p, int64_t offset) {
   return (Floats)_mm512_mask_broadcast_f32x4(x, 0xf000, four(3));
 #elif defined(__AVX2__)
   return (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256(four(0)), four(1), 1);
+#elif defined(SPARSE_ATTN_SVE)
+  return svsel(svptrue_pat_b32(SV_VL4), (SveFloats)broadcast_fours(p[0] + offset),
+               (SveFloats)broadcast_fours(p[1] + offset));
 #else
   return four(0);
 #endif
 }
 
-// Within each four lanes: the first or last two lanes of x and y, by turns; `kUnit` lanes at a
-// time.
-template <int kUnit, bool kLast, int... kLane>
-SPARSE_ATTN_INLINE Floats zip(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
+// Of each four lanes of x and those of y, which count on from 4: four.
+template <int... kPicked, int... kLane>
+SPARSE_ATTN_INLINE Floats pick(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
+  constexpr int kFrom[] = {kPicked...};
   return __builtin_shufflevector(
-      x, y,
-      (kLane / 4 * 4 + (kLast ? 2 : 0) +
-       (kUnit == 1 ? kLane % 4 / 2 + kLane % 2 * kWidth : kLane % 2 + kLane % 4 / 2 * kWidth))...);
+      x, y, (kLane / 4 * 4 + kFrom[kLane % 4] % 4 + kFrom[kLane % 4] / 4 * kWidth)...);
 }
 
-template <int kUnit, bool kLast>
-SPARSE_ATTN_INLINE Floats zip(Floats x, Floats y) {
-  return zip<kUnit, kLast>(x, y, std::make_integer_sequence<int, kWidth>());
+template <int... kPicked>
+SPARSE_ATTN_INLINE Floats pick(Floats x, Floats y) {
+  return pick<kPicked...>(x, y, std::make_integer_sequence<int, kWidth>());
 }
 
 // x[j] holds, four lanes each, rows j, 4 + j, 8 + j, ... Then lane i of x[j] is element j of row i.
 SPARSE_ATTN_INLINE void transpose_fours(Floats* x) {
-  const Floats a = zip<1, false>(x[0], x[1]), b = zip<1, false>(x[2], x[3]);
-  const Floats c = zip<1, true>(x[0], x[1]), d = zip<1, true>(x[2], x[3]);
-  x[0] = zip<2, false>(a, b);
-  x[1] = zip<2, true>(a, b);
-  x[2] = zip<2, false>(c, d);
-  x[3] = zip<2, true>(c, d);
+#if defined(__aarch64__)  // what Arm has for fours of longer vectors
+  const Floats even[] = {pick<0, 4, 2, 6>(x[0], x[1]), pick<0, 4, 2, 6>(x[2], x[3])};
+  const Floats odd[] = {pick<1, 5, 3, 7>(x[0], x[1]), pick<1, 5, 3, 7>(x[2], x[3])};
+  x[0] = pick<0, 1, 4, 5>(even[0], even[1]);
+  x[1] = pick<0, 1, 4, 5>(odd[0], odd[1]);
+  x[2] = pick<2, 3, 6, 7>(even[0], even[1]);
+  x[3] = pick<2, 3, 6, 7>(odd[0], odd[1]);
+#else
+  const Floats a = pick<0, 4, 1, 5>(x[0], x[1]), b = pick<0, 4, 1, 5>(x[2], x[3]);
+  const Floats c = pick<2, 6, 3, 7>(x[0], x[1]), d = pick<2, 6, 3, 7>(x[2], x[3]);
+  x[0] = pick<0, 1, 4, 5>(a, b);
+  x[1] = pick<2, 3, 6, 7>(a, b);
+  x[2] = pick<0, 1, 4, 5>(c, d);
+  x[3] = pick<2, 3, 6, 7>(c, d);
+#endif
 }
 
 // Sums of lanes whose numbers agree modulo 4, the lowest lane first.
@@ -256,6 +311,12 @@ SPARSE_ATTN_INLINE Ints load_bytes(const char* p) {
   return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__AVX2__)
   return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#elif defined(SPARSE_ATTN_SVE)
+  return svld1ub_s32(svptrue_b32(), reinterpret_cast<const uint8_t*>(p));
+#elif defined(__aarch64__)
+  uint32_t four;
+  memcpy(&four, p, 4);
+  return (Ints)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 #else
   Ints x;
   for (int i = 0; i < kWidth; ++i) x[i] = static_cast<uint8_t>(p[i]);
@@ -275,6 +336,13 @@ SPARSE_ATTN_INLINE Ints load_nibbles(const char* p) {
   const __m256i x = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
   return (Ints)_mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi64(x, 28)),
                                 _mm256_set1_epi32(15));
+#elif defined(__aarch64__)
+  typedef uint32_t UnsignedInts __attribute__((vector_size(kBytes)));
+  uint32_t nibbles = 0;
+  memcpy(&nibbles, p, kWidth / 2);
+  UnsignedInts shifts;
+  for (uint32_t i = 0; i < kWidth; ++i) shifts[i] = 4 * i;
+  return (Ints)((UnsignedInts{} + nibbles) >> shifts & 15);
 #else
   Ints x;
   for (int i = 0; i < kWidth; ++i) x[i] = static_cast<uint8_t>(p[i / 2]) >> 4 * (i % 2) & 15;
@@ -296,6 +364,10 @@ SPARSE_ATTN_INLINE void store_bf16(uint16_t* p, Floats x) {
 #elif defined(__x86_64__)
   const __m128i four = (__m128i)shorts;
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(four, four));
+#elif defined(SPARSE_ATTN_SVE)
+  svst1h(svptrue_b32(), reinterpret_cast<int16_t*>(p), (SveInts)shorts);
+#elif defined(__aarch64__)
+  vst1_s16(reinterpret_cast<int16_t*>(p), vmovn_s32(shorts));
 #else
   for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint16_t>(shorts[i]);
 #endif
@@ -315,6 +387,12 @@ SPARSE_ATTN_INLINE void store_bytes(uint8_t* p, Ints x) {
   const __m128i halves = _mm_packs_epi32(low, low);
   const int32_t four = _mm_cvtsi128_si32(_mm_packus_epi16(halves, halves));
   memcpy(p, &four, 4);
+#elif defined(SPARSE_ATTN_SVE)
+  svst1b(svptrue_b32(), reinterpret_cast<int8_t*>(p), (SveInts)x);
+#elif defined(__aarch64__)
+  const uint8x16_t bytes = (uint8x16_t)x;
+  const int32_t four = ((Ints)vuzp1q_u8(vuzp1q_u8(bytes, bytes), vuzp1q_u8(bytes, bytes)))[0];
+  memcpy(p, &four, 4);
 #else
   for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x[i]);
 #endif
@@ -333,6 +411,10 @@ SPARSE_ATTN_INLINE void store_nibbles(uint8_t* p, Ints x) {
   const int32_t high = _mm_cvtsi128_si32(_mm256_extracti128_si256(bytes, 1));
   const int32_t four = (low & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(high) << 16);
   memcpy(p, &four, 4);
+#elif defined(SPARSE_ATTN_SVE)
+  typedef svint64_t SveLongs __attribute__((arm_sve_vector_bits(256)));
+  typedef uint64_t Longs __attribute__((vector_size(kBytes)));
+  svst1b(svptrue_b64(), reinterpret_cast<int8_t*>(p), (SveLongs)((Longs)x | (Longs)x >> 28));
 #else
   for (int i = 0; i < kWidth / 2; ++i) p[i] = static_cast<uint8_t>(x[2 * i] | x[2 * i + 1] << 4);
 #endif
@@ -350,6 +432,12 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
 #elif defined(__AVX2__)
     return (Floats)_mm256_slli_epi32(
         _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#elif defined(SPARSE_ATTN_SVE)
+    const Ints x = svld1uh_s32(svptrue_b32(), reinterpret_cast<const uint16_t*>(p));
+    return (Floats)(x << 16);
+#elif defined(__aarch64__)
+    return (Floats)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p))),
+                               16);
 #else
     uint16_t x[kWidth];
     memcpy(x, p, sizeof(x));
@@ -362,6 +450,9 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(SPARSE_ATTN_SVE)
+    const svuint32_t x = svld1uh_u32(svptrue_b32(), reinterpret_cast<const uint16_t*>(p));
+    return svcvt_f32_x(svptrue_b32(), svreinterpret_f16(x));
 #elif defined(__aarch64__)
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p))));
 #else
@@ -392,6 +483,16 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
     const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
     const Floats y = (Floats)_mm256_permutevar8x32_ps(magnitudes, (__m256i)x);
     return (Floats)((Ints)y | (x << 28 & broadcast_int(INT32_MIN)));
+#elif defined(__aarch64__)
+    const Ints places = x & broadcast_int(7), sign = x << 28 & broadcast_int(INT32_MIN);
+#if defined(SPARSE_ATTN_SVE)
+    const Floats magnitudes = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    const Floats y = svtbl((SveFloats)magnitudes, svreinterpret_u32((SveInts)places));
+#else
+    const uint8x16_t halves = {0, 1, 2, 3, 4, 6, 8, 12};
+    const Floats y = vcvtq_n_f32_u32((uint32x4_t)vqtbl1q_u8(halves, (uint8x16_t)places), 1);
+#endif
+    return (Floats)((Ints)y | sign);
 #else
     Floats y;
     for (int i = 0; i < kWidth; ++i) y[i] = e2m1_to_float(static_cast<uint8_t>(x[i]));
@@ -408,6 +509,8 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtepi32_ps(
         _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__aarch64__)
+    return __builtin_convertvector(load_bytes(p) << 24 >> 24, Floats);
 #else
     Floats y;
     for (int i = 0; i < kWidth; ++i)
@@ -417,19 +520,46 @@ SPARSE_ATTN_INLINE Floats load_as_floats(const char* p) {
   }
 }
 
-#if defined(__AVX512BF16__)
-// c + a[2i + 1] * b[2i + 1] + a[2i] * b[2i] over pairs of bf16, in that order, each step rounded to
-// float32. Denormal inputs count as zero and denormal results become zero.
+#if defined(SPARSE_ATTN_BF16)
+// Adds products of pairs of bf16 to c. On x86 a[2i + 1] * b[2i + 1] first and then a[2i] * b[2i],
+// each step rounded to the nearest float32. On Arm the sum of both products, and then that and c;
+// products and both sums are rounded to odd: to the neighbour of odd significand, if inexact.
+// Denormal inputs count as zero and denormal results become zero.
 SPARSE_ATTN_INLINE Floats dot_bf16(Floats a, Floats b, Floats c) {
+#if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#elif defined(SPARSE_ATTN_SVE)
+  return svbfdot((SveFloats)c, svreinterpret_bf16((SveFloats)a), svreinterpret_bf16((SveFloats)b));
+#else
+  return vbfdotq_f32(c, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
 }
+
+#if defined(__aarch64__)
+// The same, of a one pair in every four.
+template <int kLane>
+SPARSE_ATTN_INLINE Floats dot_bf16_lane(Floats a, Floats b, Floats c) {
+#if defined(SPARSE_ATTN_SVE)
+  return svbfdot_lane((SveFloats)c, svreinterpret_bf16((SveFloats)b),
+                      svreinterpret_bf16((SveFloats)a), kLane);
+#else
+  return vbfdotq_laneq_f32(c, (bfloat16x8_t)b, (bfloat16x8_t)a, kLane);
+#endif
+}
+#endif
 
 // `low` and then `high`, rounded to bf16.
 SPARSE_ATTN_INLINE Floats join_bf16(Floats low, Floats high) {
+#if defined(__AVX512BF16__)
   return (Floats)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#elif defined(SPARSE_ATTN_SVE)
+  const svbool_t all = svptrue_b32();
+  return svreinterpret_f32(svuzp1(svreinterpret_u16(svcvt_bf16_x(all, (SveFloats)low)),
+                                  svreinterpret_u16(svcvt_bf16_x(all, (SveFloats)high))));
+#else
+  return (Floats)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high);
+#endif
 }
-
-typedef int16_t Shorts __attribute__((vector_size(kBytes)));
 
 template <int kFirst, int... kPair>
 SPARSE_ATTN_INLINE Floats interleave_bf16(Floats x, Floats y,
@@ -451,11 +581,18 @@ SPARSE_ATTN_INLINE Floats interleave_second(Floats x, Floats y) {
 
 // Lane i holds the pair (even[i], odd[i]), rounded to bf16.
 SPARSE_ATTN_INLINE Floats pair_bf16(Floats even, Floats odd) {
+#if defined(SPARSE_ATTN_SVE)
+  const svbool_t all = svptrue_b32();
+  return svreinterpret_f32(svcvtnt_bf16_x(svcvt_bf16_x(all, (SveFloats)even), all, (SveFloats)odd));
+#elif defined(__aarch64__)
+  return interleave_first((Floats)vcvtq_low_bf16_f32(even), (Floats)vcvtq_low_bf16_f32(odd));
+#else
   const Floats joined = join_bf16(even, odd);
   const Shorts x = (Shorts)joined;
   return (Floats)__builtin_shufflevector(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
                                          23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30,
                                          15, 31);
+#endif
 }
 #endif
 

@@ -57,7 +57,7 @@ inline void softmax_lanes(const Tile& tile, const float* factors, float* s, int6
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) store(s + (n + i) * ld, p[i]);
     } else {
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
       store(s + n / 2 * ld, pair_bf16(p[0], p[1]));
       store(s + (n / 2 + 1) * ld, pair_bf16(p[2], p[3]));
 #endif
@@ -99,7 +99,7 @@ inline void softmax_lane(const Tile& tile, const float* factors, float* s, int l
     if constexpr (Mode::kGroup == 1) {
       store(s + n, probability(n));
     } else {
-#if defined(__AVX512BF16__)
+#if defined(SPARSE_ATTN_BF16)
       const Floats p = probability(n);
       store(s + n / 2, join_bf16(p, probability(n + kWidth)));
 #endif

@@ -30,7 +30,7 @@ void for_rows(int64_t rows, const EntryPlane& plane, int32_t threads, const Work
   });
 }
 
-const RowKernels& row_kernels(Isa isa) { return SPARSE_ATTN_KERNELS_FOR(isa, RowKernels); }
+const RowKernels& row_kernels(Isa isa) { return kernels_for(isa, SPARSE_ATTN_ISAS(RowKernels)); }
 
 const float* as_floats(const RowKernels& kernels, const char* row, Format format, int64_t dim,
                        float* buffer) {

@@ -193,9 +193,9 @@ void one(Isa isa) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 100;
   std::string passed = "passed:";
-  for (int isa = 0; isa <= static_cast<int>(best_isa()); ++isa) {
-    for (int i = 0; i < rounds; ++i) one(static_cast<Isa>(isa));
-    passed += std::string(" ") + kIsaNames[isa];
+  for (Isa isa : isas_of_machine()) {
+    for (int i = 0; i < rounds; ++i) one(isa);
+    passed += std::string(" ") + name_of(isa);
   }
   printf("%s\n", passed.c_str());
 }

@@ -570,9 +570,8 @@ void test_random_calls(int count) {
     show(c, c.main);
     c.p.window.page_table = c.window.table.data();
     c.p.main.page_table = c.main.table.data();
-    for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
-      if (!supported(isa)) continue;
-      const char* name = kIsaNames[static_cast<int>(isa)];
+    for (Isa isa : isas_of_machine()) {
+      const char* name = name_of(isa);
       c.p.isa = isa;
       std::vector<char> out;
       std::vector<float> lse;
@@ -947,8 +946,6 @@ int main(int count, char** arguments) {
   test_select_merges(60);
   test_random_calls(count > 1 ? atoi(arguments[1]) : 300);
   printf("passed:");
-  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
-    if (supported(isa)) printf(" %s", kIsaNames[static_cast<int>(isa)]);
-  }
+  for (Isa isa : isas_of_machine()) printf(" %s", name_of(isa));
   printf("\n");
 }

@@ -177,8 +177,7 @@ void run_case() {
   const double error = p.score == Score::kSoftmaxSum
                            ? 1e-5
                            : 1e-4 * static_cast<double>(heads) * sqrt(static_cast<double>(p.dim));
-  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
-    if (!supported(isa)) continue;
+  for (Isa isa : isas_of_machine()) {
     std::vector<int32_t> first;
     for (int32_t threads : {1, 3}) {
       std::vector<int32_t> indices(static_cast<size_t>(p.tokens * p.lists * p.k));
@@ -188,10 +187,9 @@ void run_case() {
       p.threads = threads;
       p.isa = isa;
       const CallStatus status = select(p);
-      CHECK(status.error == CallError::kNone, "%s: error %d", kIsaNames[int(isa)],
-            int(status.error));
-      check(c, kIsaNames[int(isa)], indices, counts, error);
-      CHECK(threads == 1 || indices == first, "%s: threads change a list", kIsaNames[int(isa)]);
+      CHECK(status.error == CallError::kNone, "%s: error %d", name_of(isa), int(status.error));
+      check(c, name_of(isa), indices, counts, error);
+      CHECK(threads == 1 || indices == first, "%s: threads change a list", name_of(isa));
       first = indices;
     }
   }
@@ -203,9 +201,7 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 100;
   for (int i = 0; i < rounds; ++i) run_case();
   printf("passed:");
-  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
-    if (supported(isa)) printf(" %s", kIsaNames[static_cast<int>(isa)]);
-  }
+  for (Isa isa : isas_of_machine()) printf(" %s", name_of(isa));
   printf("\n");
   return 0;
 }
