@@ -274,7 +274,7 @@ def sparse_peers(shape: Shape, calls: list[Attend], compiled: bool) -> dict[str,
         return a.q, a.kv, a.v, where[i], a.win, where_window[i] if shape.window else None
 
     found: dict[str, Callable[[int], Tensor]] = {"index_select + bmm": bmm, "gather + SDPA": sdpa}
-    found |= engines.peers(calls, where, where_window)
+    found |= engines.attend_peers(calls, where, where_window)
     if not packed and calls[0].kv_scale is None:
         found[IDIOMATIC] = lambda i: indexed(*arguments(i))
         if compiled:

@@ -16,6 +16,7 @@ from sparse_attn.ops.select import Select
 from sparse_attn.planes import Plane
 from sparse_attn.registry import Impl
 
+from . import engines
 from .attend import DTYPES, PLAIN, rows_of
 from .machine import pool
 from .timing import OURS, Case, variants_for
@@ -112,6 +113,7 @@ def make(shape: Shape, context: int, dtype: str = "bf16", format: str = "", comp
         if compiled:
             made = torch.compile(score, dynamic=False)
             functions[COMPILED] = lambda i: made(shape, calls[i], near[i % len(near)])
+    functions |= engines.select_peers(calls, lambda a: gathered(shape, a))
     case = Case(label(shape, context, format), functions, variants, 2.0 * pairs * shape.q_heads * shape.dim)
     case.bytes, case.limit = float(entry * context), dtype
     case.check = lambda: check(case, dtype)

@@ -9,11 +9,13 @@ from functools import partial
 import torch
 
 from . import attend, calls, compress, engines, machine, merge, report, rows, select
+from .engines import ik_llama, sglang, vllm
 from .timing import OURS, Case, Time, measure
 
 BEST = "best torch form"
 """Stands for the quickest of the peers that are torch alone and read the same entries."""
 SCORED = (select.PAGED, select.CONTIGUOUS)
+IK_F16, IK_Q8 = (f"{ik_llama.NAME} {kind}" for kind in ik_llama.CACHES)
 
 
 @dataclass(frozen=True)
@@ -67,33 +69,37 @@ def in_caches(case: Case) -> Case:
 def plans(compiled: bool) -> Iterator[Plan]:
     """Everything, in the order of the page. `compiled`: with peers that torch compiles, which takes minutes."""
     best = attend.IDIOMATIC
+    latent_peers = {BEST: 1.4, best: 2.1, sglang.ATTEND: 1.8, IK_F16: 2.4, IK_Q8: 2.4}
 
     group = "V3.2 decode"
     for context in (8192, 32768, 131072):
         middle = context == 32768
         make = partial(attend.make, attend.latent(128, context), 1, compiled=compiled and middle)
-        yield Plan(group, make, 0.85, {BEST: 1.4, best: 2.1}, quick=middle, scaling=middle)
-    yield Plan(group, partial(attend.make, attend.latent(128), 8), 0.85, {BEST: 1.4, best: 2.1})
+        yield Plan(group, make, 0.85, latent_peers, quick=middle, scaling=middle)
+    yield Plan(group, partial(attend.make, attend.latent(128), 8), 0.85, latent_peers)
     yield Plan(group, lambda: in_caches(attend.make(attend.latent(128), 1, peers=False)), 0.90)
     yield Plan(group, partial(attend.make, attend.latent(128), 1, "fp32"), 0.85, quick=True)
     yield Plan(group, partial(attend.make, attend.latent(128), 1, "fp16"))
     group = "V3.2 decode on a part of the heads"
     for batch, limit in ((1, 0.58), (8, 0.65), (16, 0.68)):
         make = partial(attend.make, attend.latent(16), batch, compiled=compiled and batch == 1)
-        yield Plan(group, make, limit, {BEST: 2.5}, quick=batch == 1)
+        yield Plan(group, make, limit, {BEST: 2.5, sglang.ATTEND: 1.9}, quick=batch == 1)
     yield Plan(group, partial(attend.make, attend.latent(8), 1))
     group = "V4 decode"
     for batch, limit in ((1, 0.75), (16, 0.80)):
-        yield Plan(group, partial(attend.make, attend.V4, batch), limit, {BEST: 1.6}, quick=batch == 1)
+        yield Plan(
+            group, partial(attend.make, attend.V4, batch), limit, {BEST: 1.6, sglang.ATTEND: 1.5}, quick=batch == 1
+        )
 
     group = "Packed rows"
+    packed_peers = {BEST: 3.0, sglang.ATTEND: 1.5, vllm.ATTEND: 1.5}
     for heads, most in ((128, 1.08), (16, 1.15)):
         for format in ("fp8_v32", "int8_v32"):
             make = partial(attend.make, replace(attend.latent(heads), context=8192), 1, "bf16", format)
-            yield Plan(group, make, None, {BEST: 3.0}, {attend.PLAIN: most}, quick=format == "fp8_v32")
+            yield Plan(group, make, None, packed_peers, {attend.PLAIN: most}, quick=format == "fp8_v32")
     for formats in (("fp8_v4_planar", "fp8_v4_planar"), ("fp4_v41", "fp8_v41")):
         make = partial(attend.make, attend.V4, 1, "bf16", *formats)
-        yield Plan(group, make, None, {BEST: 3.0, engines.VLLM: 1.5}, {attend.PLAIN: 1.08})
+        yield Plan(group, make, None, packed_peers, {attend.PLAIN: 1.08})
 
     group = "GQA decode, blocks"
     for batch, limit in ((1, 0.78), (4, 0.88)):
@@ -106,13 +112,20 @@ def plans(compiled: bool) -> Iterator[Plan]:
     group = "select"
     for context, limit in ((8192, 0.75), (32768, 0.85), (131072, 0.88)):
         heavy = compiled and context == 32768
-        over = {select.CONTIGUOUS: 1.4, select.PAGED: 2.2}
+        over = {select.CONTIGUOUS: 1.4, select.PAGED: 2.2, IK_Q8: 1.6}
         under = {select.TOPK: 1.08} if context == 8192 else {}
         make = partial(select.make, select.INDEXER, context, compiled=heavy)
         yield Plan(group, make, limit, over, under, quick=context == 32768)
     for format in ("fp8_index_planar", "int8_index_planar", "fp4_index_planar"):
         make = partial(select.make, select.INDEXER, 32768, "bf16", format)
-        yield Plan(group, make, None, {}, {select.PLAIN: 1.05}, quick=format == "int8_index_planar")
+        yield Plan(
+            group,
+            make,
+            None,
+            {sglang.SELECT: 11.0, vllm.SELECT: 11.0},
+            {select.PLAIN: 1.05},
+            quick=format == "int8_index_planar",
+        )
     for scored in select.SCORES:
         yield Plan("select, models without an indexer", partial(select.make, scored, 8192, "fp32", "int8_index_h"))
     for format in ("bf16", "int8_index_h"):
@@ -121,7 +134,7 @@ def plans(compiled: bool) -> Iterator[Plan]:
     group = "Prefill"
     for heads in (128, 16):
         make = partial(attend.make, attend.latent(heads, 8192, rows=64), 1)
-        yield Plan(group, make, 0.88, {BEST: 1.5}, quick=heads == 16)
+        yield Plan(group, make, 0.88, {BEST: 1.5, sglang.ATTEND: 1.5}, quick=heads == 16)
     yield Plan(group, partial(attend.make, attend.latent(128, 8192, rows=4096), 1, peers=False), 0.88)
     yield Plan(group, partial(attend.make, replace(attend.SMOLLM, context=2048, selected=0, rows=2048), 1))
 
@@ -201,7 +214,7 @@ def _rows(plan: Plan, case: Case, times: dict[str, Time], limits: dict[str, floa
         elif name != OURS:
             ratio = time.quartile / ours.quartile
             found.append(row(value=ratio, unit="x", target=plan.over.get(name), peer=name))
-            if not name.startswith(("dense", "compiled")) and name not in (*SCORED, engines.VLLM):
+            if not name.startswith(("dense", "compiled", *engines.NAMES)) and name not in SCORED:
                 torch_forms.append(ratio)
     if BEST in plan.over and torch_forms:
         found.append(row(value=min(torch_forms), unit="x", target=plan.over[BEST], peer=BEST))
