@@ -2,7 +2,8 @@
 // values (pv).
 //
 // Rows hold elements of the mode's type, kGroup of them in the four bytes of a lane. Both loops
-// take four bytes of one operand at a time, broadcast, against vectors of the other:
+// take four bytes of one operand at a time, broadcast, against vectors of the other. Arm's products
+// take them out of a register that holds four times as many. The loops are
 //   qk       a key against a panel of queries, one lane per vector element
 //   qk_few   a query against keys, one key per vector element (few lanes)
 //   qk_fours four steps of a key against those of a few queries, a lane's steps side by side
@@ -28,6 +29,13 @@ struct F32 {
 
   static SPARSE_ATTN_INLINE Floats dot(Floats a, Floats b, Floats c) { return fma(a, b, c); }
 
+#if defined(__aarch64__)
+  template <int kLane>
+  static SPARSE_ATTN_INLINE Floats dot_lane(Floats a, Floats b, Floats c) {
+    return fma_lane<kLane>(a, b, c);
+  }
+#endif
+
   // The panel of two vectors of values in group n of the rows.
   static SPARSE_ATTN_INLINE void values(const char* const* rows, int n, int64_t offset, Floats* v) {
     v[0] = load(rows[n] + offset);
@@ -44,12 +52,32 @@ struct Bf16 {
 
   static SPARSE_ATTN_INLINE Floats dot(Floats a, Floats b, Floats c) { return dot_bf16(a, b, c); }
 
+#if defined(__aarch64__)
+  template <int kLane>
+  static SPARSE_ATTN_INLINE Floats dot_lane(Floats a, Floats b, Floats c) {
+    return dot_bf16_lane<kLane>(a, b, c);
+  }
+#endif
+
   static SPARSE_ATTN_INLINE void values(const char* const* rows, int n, int64_t offset, Floats* v) {
     const Floats even = load(rows[2 * n] + offset), odd = load(rows[2 * n + 1] + offset);
     v[0] = interleave_first(even, odd);
     v[1] = interleave_second(even, odd);
   }
 };
+#endif
+
+#if defined(__aarch64__)
+template <class Use, int... kNumber>
+SPARSE_ATTN_INLINE void each(const Use& use, std::integer_sequence<int, kNumber...>) {
+  (use(std::integral_constant<int, kNumber>()), ...);
+}
+
+// Calls use(0) to use(kCount - 1), with constants.
+template <int kCount, class Use>
+SPARSE_ATTN_INLINE void each(const Use& use) {
+  each(use, std::make_integer_sequence<int, kCount>());
+}
 #endif
 
 // Keys of one call of `qk`, and lanes of one call of `pv`: two vectors of sums for each, in the
@@ -69,7 +97,26 @@ SPARSE_ATTN_INLINE void add_dots(const char* const* rows, int32_t dim, const flo
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) row[r] = rows[r];
   const int32_t groups = dim / Mode::kGroup;
-  for (int32_t k = 0; k < groups; ++k) {
+  int32_t k = 0;
+#if defined(__aarch64__)
+  for (; k + 4 <= groups; k += 4) {
+    Floats a[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) a[r] = broadcast_fours(row[r] + 4 * k);
+    each<4>([&](auto step) {
+      Floats b[kVectors];
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; ++j) b[j] = load(q + ((k + step) * kVectors + j) * kWidth);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int j = 0; j < kVectors; ++j)
+          sum[r][j] = Mode::template dot_lane<step>(a[r], b[j], sum[r][j]);
+      }
+    });
+  }
+#endif
+  for (; k < groups; ++k) {
     Floats b[kVectors];
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) b[j] = load(q + (k * kVectors + j) * kWidth);
@@ -153,6 +200,20 @@ SPARSE_ATTN_APART void qk_few(const char* const* rows, int32_t dim, const float*
   for (int lane = 0; lane < kLanes; ++lane) sum[lane] = adds ? load(s + lane * ld) : Floats{};
   transpose_rows<Mode>(rows, dim, [&](int32_t step, int steps, const Floats* keys) {
     prefetcher.step();
+#if defined(__aarch64__)
+    if (steps == 4) {
+      Floats a[kLanes];
+#pragma GCC unroll 8
+      for (int lane = 0; lane < kLanes; ++lane)
+        a[lane] = broadcast_fours(reinterpret_cast<const char*>(q + lane * q_ld + step));
+      each<4>([&](auto j) {
+#pragma GCC unroll 8
+        for (int lane = 0; lane < kLanes; ++lane)
+          sum[lane] = Mode::template dot_lane<j>(a[lane], keys[j], sum[lane]);
+      });
+      return;
+    }
+#endif
 #pragma GCC unroll 4
     for (int j = 0; j < steps; ++j) {
 #pragma GCC unroll 8
@@ -239,8 +300,7 @@ template <class Mode, int kLanes, bool kByLane, Values kValues>
 SPARSE_ATTN_APART void pv(const float* p, int64_t p_ld, const char* const* rows, int64_t offset,
                           int begin, int end, float* kept, const float* alpha, float* o) {
   Floats sum[kLanes][2] = {};
-  for (int n = begin; n < end; ++n) {
-    Floats v[2];
+  const auto values = [&](int n, Floats* v) {
     if (kValues == Values::kKept) {
       v[0] = load(kept + n * kPanel);
       v[1] = load(kept + n * kPanel + kWidth);
@@ -251,6 +311,39 @@ SPARSE_ATTN_APART void pv(const float* p, int64_t p_ld, const char* const* rows,
       store(kept + n * kPanel, v[0]);
       store(kept + n * kPanel + kWidth, v[1]);
     }
+  };
+  int n = begin;
+#if defined(__aarch64__)
+  for (; kByLane && n + 4 <= end; n += 4) {
+    Floats a[kLanes];
+#pragma GCC unroll 8
+    for (int lane = 0; lane < kLanes; ++lane)
+      a[lane] = broadcast_fours(reinterpret_cast<const char*>(p + lane * p_ld + n));
+    each<4>([&](auto i) {
+      Floats v[2];
+      values(n + i, v);
+#pragma GCC unroll 8
+      for (int lane = 0; lane < kLanes; ++lane) {
+        sum[lane][0] = Mode::template dot_lane<i>(a[lane], v[0], sum[lane][0]);
+        sum[lane][1] = Mode::template dot_lane<i>(a[lane], v[1], sum[lane][1]);
+      }
+    });
+  }
+  for (; !kByLane && n < end; ++n) {
+    Floats v[2], a[(kLanes + 3) / 4];
+    values(n, v);
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes; i += 4)
+      a[i / 4] = broadcast_fours(reinterpret_cast<const char*>(p + n * p_ld + i));
+    each<kLanes>([&](auto lane) {
+      sum[lane][0] = Mode::template dot_lane<lane % 4>(a[lane / 4], v[0], sum[lane][0]);
+      sum[lane][1] = Mode::template dot_lane<lane % 4>(a[lane / 4], v[1], sum[lane][1]);
+    });
+  }
+#endif
+  for (; n < end; ++n) {
+    Floats v[2];
+    values(n, v);
 #pragma GCC unroll 8
     for (int lane = 0; lane < kLanes; ++lane) {
       const Floats a = broadcast_bytes(kByLane ? p + lane * p_ld + n : p + n * p_ld + lane);

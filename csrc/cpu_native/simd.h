@@ -53,6 +53,12 @@ typedef int16_t Shorts __attribute__((vector_size(kBytes)));
 typedef svfloat32_t SveFloats __attribute__((arm_sve_vector_bits(256)));
 typedef svint32_t SveInts __attribute__((arm_sve_vector_bits(256)));
 typedef svfloat64_t SveDoubles __attribute__((arm_sve_vector_bits(256)));
+
+// A product added to the vector `c`. Not the intrinsic, for which GCC 12 copies sums in every turn
+// of a loop.
+#define SPARSE_ATTN_SVE_ADD(instruction, c, ...) \
+  asm(instruction : "+w"(c) : __VA_ARGS__);      \
+  return c
 #endif
 
 SPARSE_ATTN_INLINE Floats load(const void* p) { return *static_cast<const UnalignedFloats*>(p); }
@@ -181,7 +187,7 @@ SPARSE_ATTN_INLINE void store_floats(float* p, Doubles x) {
 template <int kLane>
 SPARSE_ATTN_INLINE Floats fma_lane(Floats a, Floats b, Floats c) {
 #if defined(SPARSE_ATTN_SVE)
-  return svmla_lane((SveFloats)c, (SveFloats)b, (SveFloats)a, kLane);
+  SPARSE_ATTN_SVE_ADD("fmla %0.s, %1.s, %2.s[%3]", c, "w"(b), "y"(a), "i"(kLane));
 #else
   return vfmaq_laneq_f32(c, b, a, kLane);
 #endif
@@ -231,7 +237,8 @@ SPARSE_ATTN_INLINE Floats broadcast_fours(const char* p) {
 #elif defined(__AVX2__)
   return (Floats)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
 #elif defined(SPARSE_ATTN_SVE)
-  return svld1rq(svptrue_b32(), reinterpret_cast<const float*>(p));
+  // Of bytes, whose addresses may be sums.
+  return svreinterpret_f32(svld1rq(svptrue_b8(), reinterpret_cast<const uint8_t*>(p)));
 #else
   return load(p);
 #endif
@@ -257,6 +264,21 @@ SPARSE_ATTN_INLINE Floats load_fours(const char* const* p, int64_t offset) {
 #endif
 }
 
+#if defined(__aarch64__)
+// Every other lane of x and of y from kFirst on, by turns; of lanes as large as those of `Vector`.
+template <class Vector, int kFirst, int... kLane>
+SPARSE_ATTN_INLINE Floats alternate(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
+  constexpr int kLanes = sizeof...(kLane);
+  return (Floats)__builtin_shufflevector((Vector)x, (Vector)y,
+                                         (kLane / 2 * 2 + kFirst + kLane % 2 * kLanes)...);
+}
+
+template <class Vector, int kFirst>
+SPARSE_ATTN_INLINE Floats alternate(Floats x, Floats y) {
+  constexpr int kLanes = sizeof(Vector) / sizeof(Vector{}[0]);
+  return alternate<Vector, kFirst>(x, y, std::make_integer_sequence<int, kLanes>());
+}
+#else
 // Of each four lanes of x and those of y, which count on from 4: four.
 template <int... kPicked, int... kLane>
 SPARSE_ATTN_INLINE Floats pick(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
@@ -269,16 +291,17 @@ template <int... kPicked>
 SPARSE_ATTN_INLINE Floats pick(Floats x, Floats y) {
   return pick<kPicked...>(x, y, std::make_integer_sequence<int, kWidth>());
 }
+#endif
 
 // x[j] holds, four lanes each, rows j, 4 + j, 8 + j, ... Then lane i of x[j] is element j of row i.
 SPARSE_ATTN_INLINE void transpose_fours(Floats* x) {
-#if defined(__aarch64__)  // what Arm has for fours of longer vectors
-  const Floats even[] = {pick<0, 4, 2, 6>(x[0], x[1]), pick<0, 4, 2, 6>(x[2], x[3])};
-  const Floats odd[] = {pick<1, 5, 3, 7>(x[0], x[1]), pick<1, 5, 3, 7>(x[2], x[3])};
-  x[0] = pick<0, 1, 4, 5>(even[0], even[1]);
-  x[1] = pick<0, 1, 4, 5>(odd[0], odd[1]);
-  x[2] = pick<2, 3, 6, 7>(even[0], even[1]);
-  x[3] = pick<2, 3, 6, 7>(odd[0], odd[1]);
+#if defined(__aarch64__)
+  const Floats a = alternate<Floats, 0>(x[0], x[1]), b = alternate<Floats, 0>(x[2], x[3]);
+  const Floats c = alternate<Floats, 1>(x[0], x[1]), d = alternate<Floats, 1>(x[2], x[3]);
+  x[0] = alternate<Doubles, 0>(a, b);
+  x[1] = alternate<Doubles, 0>(c, d);
+  x[2] = alternate<Doubles, 1>(a, b);
+  x[3] = alternate<Doubles, 1>(c, d);
 #else
   const Floats a = pick<0, 4, 1, 5>(x[0], x[1]), b = pick<0, 4, 1, 5>(x[2], x[3]);
   const Floats c = pick<2, 6, 3, 7>(x[0], x[1]), d = pick<2, 6, 3, 7>(x[2], x[3]);
@@ -529,7 +552,7 @@ SPARSE_ATTN_INLINE Floats dot_bf16(Floats a, Floats b, Floats c) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
 #elif defined(SPARSE_ATTN_SVE)
-  return svbfdot((SveFloats)c, svreinterpret_bf16((SveFloats)a), svreinterpret_bf16((SveFloats)b));
+  SPARSE_ATTN_SVE_ADD("bfdot %0.s, %1.h, %2.h", c, "w"(a), "w"(b));
 #else
   return vbfdotq_f32(c, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #endif
@@ -540,8 +563,7 @@ SPARSE_ATTN_INLINE Floats dot_bf16(Floats a, Floats b, Floats c) {
 template <int kLane>
 SPARSE_ATTN_INLINE Floats dot_bf16_lane(Floats a, Floats b, Floats c) {
 #if defined(SPARSE_ATTN_SVE)
-  return svbfdot_lane((SveFloats)c, svreinterpret_bf16((SveFloats)b),
-                      svreinterpret_bf16((SveFloats)a), kLane);
+  SPARSE_ATTN_SVE_ADD("bfdot %0.s, %1.h, %2.h[%3]", c, "w"(b), "y"(a), "i"(kLane));
 #else
   return vbfdotq_laneq_f32(c, (bfloat16x8_t)b, (bfloat16x8_t)a, kLane);
 #endif
