@@ -188,6 +188,11 @@ class Attention {
   // See Kernels::attend.
   bool run(int64_t begin, int64_t end, float* partials) {
     memset(zeros_, 0, static_cast<size_t>(4 * (p_.qk_dim > p_.v_dim ? p_.qk_dim : p_.v_dim)));
+    for (Tile* tile : tiles_) tile->init(zeros_);
+    TileStream stream(p_, block_, begin, end, zeros_);
+    Tile *tile = tiles_[0], *next = tiles_[1];
+    bool more = stream.next(tile);
+    if (more && few_) prefetcher_.read(*tile);
     if (p_.main.given) pack(main_parts_, q_main_);
     if (p_.window.given && (!p_.main.given || q_window_ != q_main_)) pack(window_parts_, q_window_);
     for (int64_t chunk = begin; partials && chunk < end; ++chunk) {
@@ -196,11 +201,8 @@ class Attention {
     const Partial total = shape_.partial(partials_[0]), part = shape_.partial(partials_[1]);
     if (!partials) clear(shape_, total);
 
-    for (Tile* tile : tiles_) tile->init(zeros_);
-    TileStream stream(p_, block_, begin, end, zeros_);
-    Tile *tile = tiles_[0], *next = tiles_[1];
     int64_t chunk = -1, chunks = 0;
-    for (bool more = stream.next(tile); more;) {
+    while (more) {
       more = stream.next(next);
       if (tile->chunk != chunk) {
         if (chunks > 1 && !partials) merge_into(shape_, total, part);
@@ -211,7 +213,7 @@ class Attention {
           partials      ? shape_.partial(partials + (chunk - begin) * shape_.partial_floats())
           : chunks == 1 ? total
                         : part;
-      prefetcher_.open(more ? next : nullptr, products(*tile));
+      prefetcher_.open(more ? next : nullptr, fetches(*tile));
       attend_tile(*tile, into);
       Tile* done = tile;
       tile = next;
@@ -341,13 +343,13 @@ class Attention {
     return converted;
   }
 
-  // Steps of the prefetcher in a tile.
-  int64_t products(const Tile& tile) const {
+  // Steps of the prefetcher in a tile: those of loops with few lanes, or calls of others.
+  int64_t fetches(const Tile& tile) const {
     const int64_t rows = tile.last - tile.first;
     const int64_t values = shape_.panels * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
-    if (fours_) return rows * vectors_of_fours() / (2 * kQkRows) + values + 1;
-    if (few_) return rows / kWidth * (steps(p_.qk_dim) / 4) + values + 1;
-    return (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1) + values;
+    if (!few_) return (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1) + values;
+    const int64_t keys = fours_ ? rows * vectors_of_fours() / (2 * kQkRows) : rows / kWidth;
+    return keys * (steps(p_.qk_dim) / 4) + values * (rows / Mode::kGroup) + 1;
   }
 
   void attend_tile(const Tile& tile, const Partial& into) {
@@ -421,9 +423,7 @@ class Attention {
                       bool adds) {
     constexpr int kRows = 2 * kQkRows / kVectors;
     for (int n = tile.first / kRows * kRows; n < tile.last; n += kRows) {
-      prefetcher_.step();
-      NoFetcher none;
-      qk_fours<Mode, kRows, kVectors>(rows + n, dim, q, adds, scores_ + n, kTile, none);
+      qk_fours<Mode, kRows, kVectors>(rows + n, dim, q, adds, scores_ + n, kTile, prefetcher_);
     }
   }
 
@@ -563,13 +563,14 @@ class Attention {
     const int begin = tile.first / Mode::kGroup,
               end = (tile.last + Mode::kGroup - 1) / Mode::kGroup;
     float* to = o + lane * kPanel;
-    prefetcher_.step();
     if (few_) {
       pv<Mode, kLanes, true, kValues>(scores_ + lane * kTile, kTile, rows, offset, begin, end,
-                                      kept_, alpha_ + lane, to);
+                                      kept_, alpha_ + lane, to, prefetcher_);
     } else {
+      NoFetcher none;
+      prefetcher_.step();
       pv<Mode, kLanes, false, kValues>(scores_ + lane, shape_.padded_lanes, rows, offset, begin,
-                                       end, kept_, alpha_ + lane, to);
+                                       end, kept_, alpha_ + lane, to, none);
     }
   }
 

@@ -21,6 +21,11 @@ namespace {
 // A loop of its own: among other code it would run short of registers for addresses.
 #define SPARSE_ATTN_APART static __attribute__((noinline))
 
+// Fetches nothing.
+struct NoFetcher {
+  void step() {}
+};
+
 struct F32 {
   typedef float Element;
   static constexpr Format kFormat = Format::kFp32;
@@ -226,11 +231,6 @@ SPARSE_ATTN_APART void qk_few(const char* const* rows, int32_t dim, const float*
   for (int lane = 0; lane < kLanes; ++lane) store(s + lane * ld, sum[lane]);
 }
 
-// Fetches nothing.
-struct NoFetcher {
-  void step() {}
-};
-
 // Scores of kRows keys against the lanes of kVectors vectors, each of kWidth / 4 lanes with four
 // steps side by side: s[lane * ld + key], added to what is there if `adds`. `q` is
 // [ceil(steps / 4)][kVectors][kWidth], zeros after the last step. One load of a key serves four
@@ -296,11 +296,13 @@ enum class Values { kRows, kRowsToKeep, kKept };
 // [begin, end) of rows. Probabilities of lane l and group n are at p[n * p_ld + l], or at p[l *
 // p_ld + n] if kByLane. What `dot` takes of the values of group n is kept, so that other lanes need
 // not put it together again, at kept[n * kPanel].
-template <class Mode, int kLanes, bool kByLane, Values kValues>
+template <class Mode, int kLanes, bool kByLane, Values kValues, class Fetcher>
 SPARSE_ATTN_APART void pv(const float* p, int64_t p_ld, const char* const* rows, int64_t offset,
-                          int begin, int end, float* kept, const float* alpha, float* o) {
+                          int begin, int end, float* kept, const float* alpha, float* o,
+                          Fetcher& fetcher) {
   Floats sum[kLanes][2] = {};
   const auto values = [&](int n, Floats* v) {
+    fetcher.step();
     if (kValues == Values::kKept) {
       v[0] = load(kept + n * kPanel);
       v[1] = load(kept + n * kPanel + kWidth);

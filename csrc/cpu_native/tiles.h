@@ -37,50 +37,63 @@ struct Tile {
   }
 };
 
-// Fetches the rows of the next tile into the second-level cache, a few lines at a time between the
-// products of this one: more at once would fill the buffers that the products' own reads need.
+// Fetches the rows of the next tile, evenly between the products of this one: many lines at once
+// would fill the buffers that the products' own reads need.
 class Prefetcher {
  public:
-  // All of the tile's rows (none without a tile), spread over `calls` calls of `step`.
-  void open(const Tile* tile, int64_t calls) {
+  // Waits for the rows of a tile that nothing was fetched for. Prefetches of all of them at once
+  // would partly be lost.
+  void read(const Tile& tile) {
+    open(&tile, 1);
+    while (lines_ > 0) {
+      *static_cast<const volatile char*>(at_);
+      advance();
+    }
+  }
+
+  // All of the tile's rows (none without a tile), spread over `steps` calls of `step`.
+  void open(const Tile* tile, int64_t steps) {
     lines_ = 0;
     if (!tile) return;
     const PlaneParams& plane = *tile->plane;
     parts_ = 0;
-    int64_t lines = 0;
+    int64_t bytes = 0;
     const auto add = [&](const char* const* rows, const PagedRows& of) {
       if (of.dim == 0) return;
       rows_[parts_] = rows;
-      bytes_[parts_++] = bytes_of(of.type, of.dim);
-      lines += bytes_of(of.type, of.dim) / kLine + 1;
+      bytes_[parts_] = bytes_of(of.type, of.dim);
+      bytes += round_up(bytes_[parts_++], kLine);
     };
     add(tile->k, plane.k);
     add(tile->v, plane.v);
     add(tile->rope, plane.rope);
     row_ = tile->first;
     end_ = tile->last;
+    bytes *= end_ - row_;
+    lines_ = (bytes + steps * kLine - 1) / (steps * kLine);
+    stride_ = lines_ > 1 ? kLine : (bytes + steps - 1) / steps;
     open_row(0);
-    lines_ = ((end_ - row_) * lines + calls - 1) / calls;
   }
 
   SPARSE_ATTN_INLINE void step() {
     for (int64_t i = 0; i < lines_; ++i) {
-      prefetch(at_);
-      at_ += kLine;
-      if (at_ >= row_end_) next_row();
+      prefetch_l1(at_);
+      advance();
     }
   }
 
  private:
   static constexpr int64_t kLine = 64;
 
-  void open_row(int part) {
+  SPARSE_ATTN_INLINE void open_row(int part) {
     part_ = part;
     at_ = rows_[part][row_];
     row_end_ = at_ + bytes_[part];
   }
 
-  void next_row() {
+  SPARSE_ATTN_INLINE void advance() {
+    at_ += stride_;
+    if (at_ < row_end_) return;
     if (part_ + 1 < parts_) return open_row(part_ + 1);
     if (++row_ < end_) return open_row(0);
     lines_ = 0;
@@ -91,7 +104,7 @@ class Prefetcher {
   int parts_ = 0, part_ = 0;
   int32_t row_ = 0, end_ = 0;
   const char *at_ = nullptr, *row_end_ = nullptr;
-  int64_t lines_ = 0;  // of a step
+  int64_t lines_ = 0, stride_ = kLine;  // of a step
 };
 
 class TileStream {
@@ -253,8 +266,8 @@ class TileStream {
       const char* row =
           data + places[i].page * rows.page_stride + places[i].offset * rows.entry_stride;
       to[i] = row;
-      prefetch(row);
-      if (last_byte > kShortRow) prefetch(row + last_byte);
+      prefetch_l1(row);
+      if (last_byte > kShortRow) prefetch_l1(row + last_byte);
     }
   }
 
