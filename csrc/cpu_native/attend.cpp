@@ -20,6 +20,10 @@ constexpr int32_t kLeastLanes = 32;
 // Products of elements below which starting threads costs more than they save.
 constexpr int64_t kLeastWork = 1 << 21;
 
+// Chunks of a task that leaves partial results, where every thread still gets one: a task waits for
+// its first rows.
+constexpr int64_t kLeastChunks = 2;
+
 // Bytes of partial results that a thread keeps for its next call.
 constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
 
@@ -276,7 +280,8 @@ class Call {
       run_whole(items);
       return;
     }
-    const int64_t each = chunks / (4 * threads_) + 1;
+    const int64_t each = std::max(chunks / (4 * threads_) + 1,
+                                  std::min(kLeastChunks, (chunks + threads_ - 1) / threads_));
     for (SharedBlock& shared : blocks) {
       const int64_t count = shared.block.chunks[0] + shared.block.chunks[1];
       for (int64_t begin = 0; begin < count || begin == 0; begin += each) {
