@@ -37,8 +37,8 @@ SPARSE_ATTN_INLINE void with_type(Number type, const Use& use) {
 // kWidth of the `count` elements that are left of a row, which it fills up with zeros.
 template <Number kFrom>
 SPARSE_ATTN_INLINE Floats load_rest(const char* row, int32_t count) {
-  char rest[4 * kWidth] = {};
-  memcpy(rest, row, static_cast<size_t>((count * number_bits(kFrom) + 7) / 8));
+  char rest[kBytes];
+  store(rest, load_partial(row, (count * number_bits(kFrom) + 7) / 8));
   return load_as_floats<kFrom>(rest);
 }
 
@@ -65,7 +65,14 @@ class GroupScales {
  public:
   GroupScales(Number type, const char* from, int32_t groups, int32_t size)
       : groups_(groups), shift_(size > 0 ? __builtin_ctz(static_cast<uint32_t>(size)) : 31) {
-    convert_row(type, from, groups, at_);
+    with_type(type, [=](auto number) {
+      constexpr Number kFrom = number;
+      for (int32_t i = 0; i < groups; i += kWidth) {
+        const char* scales = from + bytes_of(kFrom, i);
+        store(at_ + i, groups - i < kWidth ? load_rest<kFrom>(scales, groups - i)
+                                           : load_as_floats<kFrom>(scales));
+      }
+    });
   }
 
   // Of element i. Without a division, which takes longer than what is done with the scale.
@@ -82,7 +89,7 @@ class GroupScales {
   }
 
  private:
-  float at_[kMaxGroups];
+  float at_[kMaxGroups];  // in whole vectors
   int32_t groups_, shift_;
 };
 

@@ -67,9 +67,14 @@ SPARSE_ATTN_INLINE void store(void* p, Floats x) { *static_cast<UnalignedFloats*
 
 // The first `bytes` bytes at p, then zeros. Reads nothing beyond.
 SPARSE_ATTN_INLINE Floats load_partial(const void* p, int64_t bytes) {
+#if defined(__AVX512BW__)
+  const uint64_t all = ~uint64_t{0};
+  return (Floats)_mm512_maskz_loadu_epi8(bytes == 0 ? 0 : all >> (kBytes - bytes), p);
+#else
   Floats x = {};
   memcpy(&x, p, static_cast<size_t>(bytes));
   return x;
+#endif
 }
 
 // Into the second-level cache: the first level has too few buffers for what gathers miss.
