@@ -159,7 +159,8 @@ class Attention {
         block_(block),
         shape_(p, lanes_of(block)),
         fours_((p.main.listed || p.window.listed) && shape_.lanes <= kFoursLanes),
-        few_(fours_ || shape_.lanes <= kFewLanes) {
+        few_(shape_.lanes <= kFewLanes),
+        drips_(shape_.lanes <= kPanel) {
     const int64_t row = p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim;
     zeros_ = carver->take<char>(4 * row + kBytes);
     for (Tile*& tile : tiles_) tile = carver->take<Tile>(1);
@@ -192,7 +193,7 @@ class Attention {
     TileStream stream(p_, block_, begin, end, zeros_);
     Tile *tile = tiles_[0], *next = tiles_[1];
     bool more = stream.next(tile);
-    if (more && few_) prefetcher_.read(*tile);
+    if (more && (few_ || fours_)) prefetcher_.read(*tile);
     if (p_.main.given) pack(main_parts_, q_main_);
     if (p_.window.given && (!p_.main.given || q_window_ != q_main_)) pack(window_parts_, q_window_);
     for (int64_t chunk = begin; partials && chunk < end; ++chunk) {
@@ -260,7 +261,7 @@ class Attention {
     const int64_t lanes = vectors_of_fours() * kWidth / 4;
     for (int32_t lane = 0; lane < shape_.lanes; ++lane) {
       const char* row = query(lane, 0);
-      float* to = q + lane * 4;
+      float* to = q + 4 * (few_ ? lane : lane % 4 * (kWidth / 4) + lane / 4);
       for (int32_t dim : parts.dim) {
         for (int32_t i = 0; i < dim; i += 4 * Mode::kGroup) {
           const int32_t count = dim - i < 4 * Mode::kGroup ? dim - i : 4 * Mode::kGroup;
@@ -343,13 +344,15 @@ class Attention {
     return converted;
   }
 
-  // Steps of the prefetcher in a tile: those of loops with few lanes, or calls of others.
+  // Steps of the prefetcher in a tile: those of its loops, or calls of loops.
   int64_t fetches(const Tile& tile) const {
     const int64_t rows = tile.last - tile.first;
     const int64_t values = shape_.panels * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
-    if (!few_) return (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1) + values;
-    const int64_t keys = fours_ ? rows * vectors_of_fours() / (2 * kQkRows) : rows / kWidth;
-    return keys * (steps(p_.qk_dim) / 4) + values * (rows / Mode::kGroup) + 1;
+    if (!drips_) return (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1) + values;
+    const int64_t calls = fours_ ? rows * vectors_of_fours() / (2 * kQkRows)
+                          : few_ ? rows / kWidth
+                                 : 0;
+    return calls * (steps(p_.qk_dim) / 4) + values * (rows / Mode::kGroup) + 1;
   }
 
   void attend_tile(const Tile& tile, const Partial& into) {
@@ -404,7 +407,7 @@ class Attention {
     // From a multiple of kQkRows on, so that no group of scores ends after the tile.
     for (int n = tile.first / kQkRows * kQkRows; n < tile.last; n += kQkRows) {
       for (int64_t lane = 0; lane < shape_.padded_lanes;) {
-        prefetcher_.step();
+        if (!drips_) prefetcher_.step();
         const int64_t width = panel_lanes(lane);
         const float* panel = q + lane * all_steps + (part == 1 ? steps(parts.dim[0]) * width : 0);
         float* s = scores_ + n * shape_.padded_lanes + lane;
@@ -423,7 +426,9 @@ class Attention {
                       bool adds) {
     constexpr int kRows = 2 * kQkRows / kVectors;
     for (int n = tile.first / kRows * kRows; n < tile.last; n += kRows) {
-      qk_fours<Mode, kRows, kVectors>(rows + n, dim, q, adds, scores_ + n, kTile, prefetcher_);
+      const int64_t ld = few_ ? kTile : shape_.padded_lanes;
+      qk_fours<Mode, kRows, kVectors>(rows + n, dim, q, adds, scores_ + (few_ ? n : n * ld), ld,
+                                      prefetcher_);
     }
   }
 
@@ -566,6 +571,9 @@ class Attention {
     if (few_) {
       pv<Mode, kLanes, true, kValues>(scores_ + lane * kTile, kTile, rows, offset, begin, end,
                                       kept_, alpha_ + lane, to, prefetcher_);
+    } else if (drips_) {
+      pv<Mode, kLanes, false, kValues>(scores_ + lane, shape_.padded_lanes, rows, offset, begin,
+                                       end, kept_, alpha_ + lane, to, prefetcher_);
     } else {
       NoFetcher none;
       prefetcher_.step();
@@ -579,6 +587,7 @@ class Attention {
   const Shape shape_;
   const bool fours_;  // scores by `qk_fours`
   const bool few_;    // scores lie [lane][kTile], else [kTile][lane]
+  const bool drips_;  // rows are fetched within loops, else between them
   char* zeros_;
   Tile* tiles_[2];
   float* factors_;

@@ -232,14 +232,14 @@ SPARSE_ATTN_APART void qk_few(const char* const* rows, int32_t dim, const float*
 }
 
 // Scores of kRows keys against the lanes of kVectors vectors, each of kWidth / 4 lanes with four
-// steps side by side: s[lane * ld + key], added to what is there if `adds`. `q` is
+// steps side by side: s[lane * ld + key], added to what is there if `adds`. Four vectors hold the
+// lanes of one, lane 4i + j at place i of vector j, and scores are s[key * ld + lane]. `q` is
 // [ceil(steps / 4)][kVectors][kWidth], zeros after the last step. One load of a key serves four
 // steps, where `qk` would load four times for the lanes of a single vector. Steps whose numbers
 // agree modulo 4 are summed, then these four sums. `fetcher.step()` is called between products.
 template <class Mode, int kRows, int kVectors, class Fetcher>
 SPARSE_ATTN_APART void qk_fours(const char* const* rows, int32_t dim, const float* q, bool adds,
                                 float* s, int64_t ld, Fetcher& fetcher) {
-  static_assert(kRows % 4 == 0, "sums of four rows are transposed");
   Floats sum[kRows][kVectors] = {};
   const char* row[kRows];
 #pragma GCC unroll 16
@@ -271,14 +271,25 @@ SPARSE_ATTN_APART void qk_fours(const char* const* rows, int32_t dim, const floa
     }
     add(last_rows, 0, q + whole * kVectors * kWidth);
   }
+  const auto total_of = [](Floats* x) {
+    transpose_fours(x);
+    return (x[0] + x[1]) + (x[2] + x[3]);
+  };
+  if constexpr (kVectors == 4) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Floats total = total_of(sum[r]);
+      store(s + r * ld, adds ? load(s + r * ld) + total : total);
+    }
+    return;
+  }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r += 4) {
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
       Floats x[4] = {sum[r][j], sum[r + 1][j], sum[r + 2][j], sum[r + 3][j]};
-      transpose_fours(x);
       FourFloats lanes[kWidth / 4];
-      const Floats total = (x[0] + x[1]) + (x[2] + x[3]);
+      const Floats total = total_of(x);
       memcpy(lanes, &total, sizeof(total));
 #pragma GCC unroll 4
       for (int i = 0; i < kWidth / 4; ++i) {
