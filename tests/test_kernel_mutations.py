@@ -39,6 +39,7 @@ from sparse_attn.ops.attend import Attend
 CSRC = Path(__file__).parent.parent / "csrc"
 SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.cpp", "best.cpp", "store.cpp")
 SOURCES += ("compress.cpp", "compress_portable.cpp", "entry.cpp", "entry_portable.cpp", "merge.cpp", "select_merge.cpp")
+SOURCES += ("select_rows.cpp", "select_lists.cpp")
 SOURCES += ("limits.cpp", "limits_portable.cpp", "parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
 ISAS = {"x86_64": ("Avx2", "Avx512", "Avx512Bf16"), "aarch64": ("NeonBf16", "Sve256Bf16")}
 OTHER_ISAS = "".join(
@@ -52,7 +53,9 @@ INCLUDED_BY |= {"plane.h": ["arguments.cpp"], "../common/layout.h": ["arguments.
 INCLUDED_BY |= {"entry_kernel.h": ["entry_portable.cpp"]}
 INCLUDED_BY |= {"simd.h": ["attend_portable.cpp", "entry_portable.cpp"]}
 INCLUDED_BY |= {"convert.h": ["attend_portable.cpp", "select_portable.cpp", "entry_portable.cpp"]}
-INCLUDED_BY |= dict.fromkeys(("select_schedule.h", "best.h"), ["select.cpp", "select_portable.cpp"])
+SELECT_SOURCES = ["select.cpp", "select_portable.cpp", "select_rows.cpp", "select_lists.cpp"]
+INCLUDED_BY |= dict.fromkeys(("select_schedule.h", "best.h"), SELECT_SOURCES)
+INCLUDED_BY |= {"best_cut.h": ["select_portable.cpp"]}
 SELECT_HEADERS = ("kernel", "keys", "lanes", "pooling", "products", "softmax", "tiles")
 INCLUDED_BY |= dict.fromkeys((f"select_{name}.h" for name in SELECT_HEADERS), ["select_portable.cpp"])
 
@@ -149,7 +152,7 @@ FAULTS = [
      SELECT),
     ("negative zero below zero", "best.h", "bits_of(score + 0.0f)", "bits_of(score)", SELECT),
     ("threshold taken again", "best.h", "score > best->threshold", "score >= best->threshold", SELECT),
-    ("a buffer is cut too far", "best.cpp", "rank >= last", "rank > last", SELECT),
+    ("a buffer is cut too far", "best_cut.h", "best->size, last, UINT64_MAX", "best->size, last + 1, UINT64_MAX", SELECT),
     ("no ReLU", "select_kernel.h", "max(Floats{}, x), sum", "x, sum", SELECT),
     ("rows of a block share a range", "select_kernel.h", "block_.row[r].places;", "block_.places;", SELECT),
     ("products are not rounded", "select_products.h", "store(to + j, round_to_bf16(load(to + j)));", ";", SELECT),
@@ -181,12 +184,12 @@ FAULTS = [
     ("an index of every group takes the first's scale", "convert.h", "at_[i >> shift_]", "at_[0]",
      PACKED_SELECT),
     ("scale of a planar index row dropped", "select_keys.h", "if (scales_rows()) {", "if (false) {", PACKED_SELECT),
-    ("budgets of rows ignored", "select.cpp", "p.row_k ? std::min", "false ? std::min", SELECT),
-    ("candidates of the first list", "select.cpp", "(p.candidate_heads > 1 ? list : 0)", "0", SELECT),
-    ("candidates listed twice", "select.cpp", "blocks.erase(std::unique(", "if (false) blocks.erase(std::unique(",
+    ("budgets of rows ignored", "select_rows.cpp", "p.row_k ? std::min", "false ? std::min", SELECT),
+    ("candidates of the first list", "select_rows.cpp", "(p.candidate_heads > 1 ? list : 0)", "0", SELECT),
+    ("candidates listed twice", "select_rows.cpp", "blocks.erase(std::unique(", "if (false) blocks.erase(std::unique(",
      SELECT),
-    ("tail not kept", "select.cpp", "std::max(p.keep_last, tail)", "p.keep_last", SELECT),
-    ("rows that fit are scored", "select.cpp", "!scores_all(p) && others <= row.wanted", "false", SELECT),
+    ("tail not kept", "select_rows.cpp", "std::max(p.keep_last, tail)", "p.keep_last", SELECT),
+    ("rows that fit are scored", "select_rows.cpp", "!scores_all(p) && others <= row.wanted", "false", SELECT),
     ("rope at the last token", "compress_kernel.h", "tokens.entry * p.rope_stride",
      "tokens.entry * p.rope_stride + p.stride - 1", COMPRESS),
     ("rope turned back", "compress_kernel.h", "even * angles[i] - odd", "even * angles[i] + odd", COMPRESS),
@@ -215,7 +218,7 @@ FAULTS = [
      COMPRESS),
     ("rows before the first token", "compress.cpp", "step.row = end - (step.after - step.before);",
      "step.row = p.cu_seqlens_q[b];", COMPRESS),
-    ("padding of lists left as it was", "select.cpp", "fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);", "", SELECT),
+    ("padding of lists left as it was", "select_lists.cpp", "empty_lists(p, next, p.tokens);", "", SELECT),
 ]  # fmt: skip
 
 compiler = shutil.which("c++") or shutil.which("g++")

@@ -1,48 +1,36 @@
 #include "best.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <functional>
 
 namespace sparse_attn {
-namespace {
-
-// The `count`-th largest of some ranks, which may be reordered: counted by their first bits, then
-// sought among those that share them with it.
-uint64_t nth_largest(uint64_t* ranks, int64_t size, int64_t count) {
-  constexpr int kBits = 11, kShift = 64 - kBits;
-  int32_t counts[1 << kBits] = {};
-  for (int64_t i = 0; i < size; ++i) ++counts[ranks[i] >> kShift];
-  uint64_t first = (1 << kBits) - 1;
-  for (; count > counts[first]; --first) count -= counts[first];
-  int64_t found = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    const uint64_t rank = ranks[i];
-    ranks[found] = rank;
-    found += rank >> kShift == first;
-  }
-  std::nth_element(ranks, ranks + count - 1, ranks + found, std::greater<uint64_t>());
-  return ranks[count - 1];
-}
-
-}  // namespace
 
 void open(Best* best, uint64_t* ranks, int64_t words, int64_t count) {
   const float infinity = __builtin_inff();
   *best = {ranks, words, count, 0, count > 0 ? -infinity : infinity};
 }
 
-void cut(Best* best, uint64_t* spare) {
-  if (best->size <= best->count) return;
-  std::copy(best->ranks, best->ranks + best->size, spare);
-  const uint64_t last = nth_largest(spare, best->size, best->count);
-  int64_t kept = 0;
-  for (int64_t i = 0; i < best->size; ++i) {
-    const uint64_t rank = best->ranks[i];
-    best->ranks[kept] = rank;
-    kept += rank >= last;
+uint64_t nth_largest(uint64_t* ranks, int64_t size, int64_t count) {
+  std::nth_element(ranks, ranks + count - 1, ranks + size, std::greater<uint64_t>());
+  return ranks[count - 1];
+}
+
+// By one byte after the other, the lowest first.
+void sort_ranks(uint64_t* ranks, int64_t size, int bits, uint64_t* spare) {
+  constexpr int kByte = 8, kValues = 1 << kByte;
+  uint64_t *from = ranks, *to = spare;
+  for (int shift = 0; shift < bits; shift += kByte) {
+    const auto digit = [=](uint64_t rank) { return kValues - 1 - (rank >> shift) % kValues; };
+    int64_t starts[kValues + 1] = {};
+    for (int64_t i = 0; i < size; ++i) ++starts[digit(from[i]) + 1];
+    if (size == 0 || starts[digit(from[0]) + 1] == size) continue;  // all have the same
+    for (int i = 1; i < kValues; ++i) starts[i] += starts[i - 1];
+    for (int64_t i = 0; i < size; ++i) to[starts[digit(from[i])]++] = from[i];
+    std::swap(from, to);
   }
-  best->size = kept;
-  best->threshold = score_of(last);
+  if (from != ranks) memcpy(ranks, from, static_cast<size_t>(size) * sizeof(*ranks));
 }
 
 }  // namespace sparse_attn

@@ -12,7 +12,7 @@ namespace sparse_attn {
 constexpr int64_t kBestStep = 128;
 
 // Numbers come in ascending order and stay in it: a buffer that is full is cut down to the `count`
-// best in place, and what does not exceed the last of them is not taken any more.
+// best in place (best_cut.h), and what does not exceed the last of them is not taken any more.
 struct Best {
   uint64_t* ranks;
   int64_t room;
@@ -29,12 +29,12 @@ static inline int64_t best_words(int64_t count, int64_t numbers) {
 
 void open(Best* best, uint64_t* ranks, int64_t words, int64_t count);
 
-// Leaves the `count` best. `spare` has as many words as the buffer.
-void cut(Best* best, uint64_t* spare);
+// The `count`-th largest of some ranks, which it reorders.
+uint64_t nth_largest(uint64_t* ranks, int64_t size, int64_t count);
 
-static inline void make_room(Best* best, uint64_t* spare) {
-  if (best->size + kBestStep > best->room) cut(best, spare);
-}
+// Sorts ranks by their last `bits` bits, a multiple of 8, the largest first. `spare` has as many
+// words.
+void sort_ranks(uint64_t* ranks, int64_t size, int bits, uint64_t* spare);
 
 // A score and its number as one word: a larger word is a larger score or, of equal scores, a lower
 // number. Zeros of either sign are equal; a score is no NaN.

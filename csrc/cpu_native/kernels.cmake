@@ -1,6 +1,6 @@
 # Adds the library sparse_attn_cpu: the kernels, which know neither Python nor torch.
 set(kernels attend.cpp best.cpp compress.cpp entry.cpp isa.cpp limits.cpp memory.cpp merge.cpp parallel.cpp
-  select.cpp select_merge.cpp store.cpp)
+  select.cpp select_lists.cpp select_merge.cpp select_rows.cpp store.cpp)
 set(ops attend compress entry limits select)  # compiled once for each instruction set
 list(TRANSFORM ops APPEND _portable.cpp OUTPUT_VARIABLE portable)
 list(APPEND kernels ${portable})

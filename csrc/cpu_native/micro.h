@@ -94,10 +94,11 @@ constexpr int kQkRows = 4, kPvLanes = 4;
 #endif
 
 // Adds products of kRows keys with a panel of queries to sums: sum[r][j] += key r . queries of
-// vector j. `q` holds the panel, [ceil(dim / kGroup)][kVectors * kWidth].
-template <class Mode, int kRows, int kVectors>
+// vector j. `q` holds the panel, [ceil(dim / kGroup)][kVectors * kWidth]. Calls between(step)
+// at every fourth step.
+template <class Mode, int kRows, int kVectors, class Between>
 SPARSE_ATTN_INLINE void add_dots(const char* const* rows, int32_t dim, const float* q,
-                                 Floats (*sum)[kVectors]) {
+                                 Floats (*sum)[kVectors], const Between& between) {
   const char* row[kRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) row[r] = rows[r];
@@ -105,6 +106,7 @@ SPARSE_ATTN_INLINE void add_dots(const char* const* rows, int32_t dim, const flo
   int32_t k = 0;
 #if defined(__aarch64__)
   for (; k + 4 <= groups; k += 4) {
+    between(k);
     Floats a[kRows];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) a[r] = broadcast_fours(row[r] + 4 * k);
@@ -122,6 +124,7 @@ SPARSE_ATTN_INLINE void add_dots(const char* const* rows, int32_t dim, const flo
   }
 #endif
   for (; k < groups; ++k) {
+    if (k % 4 == 0) between(k);
     Floats b[kVectors];
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) b[j] = load(q + (k * kVectors + j) * kWidth);
@@ -157,7 +160,7 @@ SPARSE_ATTN_APART void qk(const char* const* rows, int32_t dim, const float* q, 
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) sum[r][j] = adds ? load(s + r * ld + j * kWidth) : Floats{};
   }
-  add_dots<Mode, kRows, kVectors>(rows, dim, q, sum);
+  add_dots<Mode, kRows, kVectors>(rows, dim, q, sum, [](int32_t) {});
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "best_cut.h"
 #include "select_keys.h"
 #include "select_pooling.h"
 #include "select_products.h"
@@ -58,21 +59,22 @@ class Scorer {
     ld_ = dim;
   }
 
-  bool sum(int64_t begin, int64_t end, float* kept, float* into, int64_t step) {
+  bool sum(PlaceQueue* queue, float* kept, float* into, int64_t step) {
     prepare();
     const Sums sums = sums_at(chunk_sums_, lanes_.count());
-    int64_t chunk = begin;
-    clear(sums, lanes_.count());
+    int64_t chunk = -1;
     const auto merge_chunk = [&] {
-      merge_into(sums_at(into + (chunk - begin) * step, lanes_.count()), sums, lanes_.count());
+      if (chunk < 0) return;
+      float* to = into + (chunk - block_.first_chunk()) * step;
+      merge_into(sums_at(to, lanes_.count()), sums, lanes_.count());
     };
-    const bool paged = for_tiles(begin, end, true, [&] {
+    const bool paged = for_tiles(queue, true, [&] {
       if (tile_->base / kChunk != chunk) {
         merge_chunk();
         clear(sums, lanes_.count());
         chunk = tile_->base / kChunk;
       }
-      float* tile_kept = kept_of_tile(kept, begin);
+      float* tile_kept = kept_of_tile(kept);
       const Sums tile_sums = sums_at(tile_sums_, lanes_.count());
       clear(tile_sums, lanes_.count());
       for (int32_t i = 0; i < lanes_.teams(); ++i) {
@@ -92,8 +94,8 @@ class Scorer {
     return paged;
   }
 
-  bool score(int32_t first_list, int32_t lists, int64_t begin, int64_t end, float* kept,
-             const float* into, uint64_t* spare, RowBest* best) {
+  bool score(int32_t first_list, int32_t lists, PlaceQueue* queue, float* kept, const float* into,
+             uint64_t* spare, RowBest* best) {
     prepare();
     const float* maximum = into;
     const int32_t last_list = first_list + lists;
@@ -110,8 +112,10 @@ class Scorer {
       open_pooling(list, r, &best[(list - first_list) * kMaxRows + r]);
     });
     const bool multiplies = !kept || p_.score != Score::kSoftmaxSum;
-    const bool paged = for_tiles(begin, end, multiplies, [&] {
-      float* tile_kept = multiplies ? nullptr : kept_of_tile(kept, begin);
+    const auto close = [&](int32_t list, int32_t r) { close_pooling(list, r, spare); };
+    const bool paged = for_tiles(queue, multiplies, [&] {
+      if (!tile_->follows) for_lists(close);
+      float* tile_kept = multiplies ? nullptr : kept_of_tile(kept);
       if (tile_kept) {
         scale_weights(weights_, tile_kept + lanes_.count() * kTile, maximum, lanes_.count(),
                       factors_);
@@ -145,7 +149,7 @@ class Scorer {
       }
       return true;
     });
-    for_lists([&](int32_t list, int32_t r) { close_pooling(list, r, spare); });
+    for_lists(close);
     return paged;
   }
 
@@ -160,8 +164,8 @@ class Scorer {
 
   bool pools_scores() const { return pools(p_) && !pools_keys(p_); }
 
-  float* kept_of_tile(float* kept, int64_t begin) const {
-    const int64_t tile = tile_->base / kTile - begin * (kChunk / kTile);
+  float* kept_of_tile(float* kept) const {
+    const int64_t tile = tile_->base / kTile - block_.first_chunk() * (kChunk / kTile);
     return kept ? kept + tile * kept_floats_of_tile(lanes_.count()) : nullptr;
   }
 
@@ -232,19 +236,20 @@ class Scorer {
             places.high - tile_->base < kTile ? places.high - tile_->base : kTile};
   }
 
-  // Visits the tiles of chunks [begin, end) that some row scores until a visit is false. False if
+  // Visits the tiles of the queue's places that some row scores until a visit is false. False if
   // one is, and if an entry has no page. Keys are found if they are to be multiplied.
   template <class Visit>
-  bool for_tiles(int64_t begin, int64_t end, bool multiplies, const Visit& visit) {
+  bool for_tiles(PlaceQueue* queue, bool multiplies, const Visit& visit) {
     const bool paged = multiplies && !pools_keys(p_);
-    tiles_.open(begin, end, paged);
+    tiles_.open(queue, paged);
     SelectTile tiles[2];
     bool more = tiles_.next(&tiles[0]);
     for (int i = 0; more; i = 1 - i) {
       tile_ = &tiles[i];
       more = tiles_.next(&tiles[1 - i]);
       if (tiles_.failed()) return false;
-      fetcher_.open(p_, lanes_, more && paged ? &tiles[1 - i] : nullptr, steps_of_tile());
+      next_tile_ = more && paged ? &tiles[1 - i] : nullptr;
+      fetcher_.open(p_, lanes_, joins_heads(p_) ? nullptr : next_tile_, steps_of_tile());
       if (!visit()) return false;
     }
     return !tiles_.failed();
@@ -411,9 +416,8 @@ class Scorer {
     for (int n = tile_->first; n < tile_->last; n += kStep) {
       Floats sum[kStep];
       for (int i = 0; i < kStep; i += kQkRows) {
-        fetcher_.step();
         join(keys_.rows() + n + i, p_.dim, q, heads_ / kPanel, weights_ + lane,
-             keys_.scales() + n + i, sum + i);
+             keys_.scales() + n + i, ahead(n + i), sum + i);
       }
       for (int i = 0; i < kStep; i += 4) {
         transpose_fours(sum + i);
@@ -422,6 +426,17 @@ class Scorer {
         *reinterpret_cast<FourFloats*>(scores_ + n + i) = total * static_cast<float>(p_.scale);
       }
     }
+  }
+
+  // Where the keys that follow place n of the tile at some distance lie.
+  const char* ahead(int n) const {
+    constexpr int kAhead = 32;
+    const SelectTile* tile = tile_;
+    if ((n += kAhead) >= tile->last) {
+      tile = next_tile_;
+      n -= kTile;
+    }
+    return tile && tile->seen >> n & 1 ? p_.keys.k.data + tile->key[n] : keys_.zeros();
   }
 
   template <bool kRelu>
@@ -474,14 +489,8 @@ class Scorer {
     const RowBits taken = row_bits(places.low, places.high);
     Best* units = &best->units;
     make_room(units, spare);
-    const Floats threshold = broadcast(units->threshold);
-    for (int n = tile_->first; n < tile_->last; n += kWidth) {
-      uint32_t better = greater(load(scores_ + n), threshold) & static_cast<uint32_t>(taken >> n);
-      for (; better; better &= better - 1) {
-        const int at = n + __builtin_ctz(better);
-        units->ranks[units->size++] = ranked(scores_[at], tile_->number[at]);
-      }
-    }
+    for (int n = tile_->first; n < tile_->last; n += kWidth)
+      add(units, scores_ + n, tile_->number + n, static_cast<uint32_t>(taken >> n));
   }
 
   const SelectParams& p_;
@@ -493,6 +502,7 @@ class Scorer {
   SelectTiles tiles_;
   KeyFetcher fetcher_;
   const SelectTile* tile_ = nullptr;
+  const SelectTile* next_tile_ = nullptr;
   int64_t ld_;
   const char** q_;
   Element* q_buffer_;
@@ -548,22 +558,22 @@ void merge(const SelectParams& p, const SelectBlock& block, float* from, float* 
   merge_into(sums_at(sums, lanes), sums_at(from, lanes), lanes);
 }
 
-bool sum(const SelectParams& p, const SelectBlock& block, int64_t begin, int64_t end, char* scratch,
+bool sum(const SelectParams& p, const SelectBlock& block, PlaceQueue* queue, char* scratch,
          float* kept, float* sums, int64_t step) {
   Carver carver(scratch);
   return with_mode(p, [&](auto mode) {
     Scorer<decltype(mode)> scorer(p, block, &carver);
-    return scorer.sum(begin, end, kept, sums, step);
+    return scorer.sum(queue, kept, sums, step);
   });
 }
 
 bool score(const SelectParams& p, const SelectBlock& block, int32_t first_list, int32_t lists,
-           int64_t begin, int64_t end, char* scratch, float* kept, const float* sums,
-           uint64_t* spare, RowBest* best) {
+           PlaceQueue* queue, char* scratch, float* kept, const float* sums, uint64_t* spare,
+           RowBest* best) {
   Carver carver(scratch);
   return with_mode(p, [&](auto mode) {
     Scorer<decltype(mode)> scorer(p, block, &carver);
-    return scorer.score(first_list, lists, begin, end, kept, sums, spare, best);
+    return scorer.score(first_list, lists, queue, kept, sums, spare, best);
   });
 }
 
@@ -572,6 +582,6 @@ bool score(const SelectParams& p, const SelectBlock& block, int32_t first_list, 
 
 extern const SelectKernels SPARSE_ATTN_SELECT_KERNELS = {
     SPARSE_ATTN_ISA::sizes, SPARSE_ATTN_ISA::clear, SPARSE_ATTN_ISA::sum, SPARSE_ATTN_ISA::merge,
-    SPARSE_ATTN_ISA::score};
+    SPARSE_ATTN_ISA::score, SPARSE_ATTN_ISA::cut,   SPARSE_ATTN_ISA::join};
 
 }  // namespace sparse_attn

@@ -1,6 +1,7 @@
 // Scores of entries pooled to those of units.
 #pragma once
 
+#include "best_cut.h"
 #include "rows.h"
 #include "select_schedule.h"
 

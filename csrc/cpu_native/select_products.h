@@ -82,16 +82,19 @@ inline void qk_rounded(const char* const* rows, int32_t dim, const float* low, c
 
 // Scores of kRows keys from products that run over heads, `panels` panels of them: total[r] is the
 // sum over the heads whose numbers agree modulo kWidth. `kScaled`: products are multiplied by the
-// scales of their keys.
+// scales of their keys. A line from `ahead` on is fetched for every four steps.
 template <class Mode, int kRows, bool kRelu, bool kScaled>
 SPARSE_ATTN_APART void join_keys(const char* const* rows, int32_t dim, const float* q,
                                  int32_t panels, const float* weights, const float* key_scale,
-                                 Floats* total) {
+                                 const char* ahead, Floats* total) {
   Floats joined[kRows] = {};
   const int64_t panel = int64_t{kPanel} * ((dim + Mode::kGroup - 1) / Mode::kGroup);
   for (int32_t i = 0; i < panels; ++i, q += panel, weights += kPanel) {
     Floats sum[kRows][2] = {};
-    add_dots<Mode, kRows, 2>(rows, dim, q, sum);
+    add_dots<Mode, kRows, 2>(rows, dim, q, sum, [=](int32_t step) __attribute__((always_inline)) {
+      prefetch_l1(ahead + 16 * step);
+    });
+    ahead += dim / (4 * Mode::kGroup) * 64;
     const Floats w[2] = {load(weights), load(weights + kWidth)};
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {

@@ -46,7 +46,32 @@ struct SelectBlock {
   const Run* runs = nullptr;  // null: places are not counted
   int64_t run_count = 0;
   EntryRange places = {0, 0};  // of all rows
+
+  int64_t first_chunk() const { return places.low / kChunk; }
+  int64_t chunks() const {
+    return places.low < places.high ? (places.high - 1) / kChunk + 1 - first_chunk() : 0;
+  }
 };
+
+// Places that are handed out to threads in ascending order, up to a multiple of `step` at a time.
+struct PlaceQueue {
+  EntryRange places;
+  int64_t step;
+  int64_t next;  // a multiple of `step`
+};
+
+static inline void open(PlaceQueue* queue, const EntryRange& places, int64_t step) {
+  *queue = {places, step, places.low / step * step};
+}
+
+// The next places. False if there are none.
+static inline bool take(PlaceQueue* queue, EntryRange* places) {
+  const int64_t at = __atomic_fetch_add(&queue->next, queue->step, __ATOMIC_RELAXED);
+  const EntryRange& all = queue->places;
+  *places = {at > all.low ? at : all.low,
+             at + queue->step < all.high ? at + queue->step : all.high};
+  return places->low < places->high;
+}
 
 static inline bool pools(const SelectParams& p) { return p.block > 1 || p.strides > 1; }
 
@@ -75,20 +100,24 @@ struct SelectKernels {
   // Sets sums to those of no score.
   void (*clear)(const SelectParams& p, const SelectBlock& block, float* sums);
 
-  // Adds those of chunks [begin, end) of places to sums, which lie `step` floats apart. `kept`:
-  // room for what is kept of these chunks, or null. False if an entry has no page.
-  bool (*sum)(const SelectParams& p, const SelectBlock& block, int64_t begin, int64_t end,
-              char* scratch, float* kept, float* sums, int64_t step);
+  // Adds those of the queue's places to sums, those of chunk i of the block i * step floats on.
+  // `kept`: room for what is kept of the block, or null. False if an entry has no page.
+  bool (*sum)(const SelectParams& p, const SelectBlock& block, PlaceQueue* queue, char* scratch,
+              float* kept, float* sums, int64_t step);
 
   // Adds sums to those of earlier places.
   void (*merge)(const SelectParams& p, const SelectBlock& block, float* from, float* sums);
 
-  // Scores chunks [begin, end) of places for some of the block's lists: list first_list + i of row
-  // r for best[i * kMaxRows + r]. `kept`: what `sum` has left there, or null. Gives the same bits
-  // with and without. False if an entry has no page.
+  // Scores the queue's places for some of the block's lists: list first_list + i of row r for
+  // best[i * kMaxRows + r]. `kept`: what `sum` has left there, or null. Gives the same bits with
+  // and without. False if an entry has no page.
   bool (*score)(const SelectParams& p, const SelectBlock& block, int32_t first_list, int32_t lists,
-                int64_t begin, int64_t end, char* scratch, float* kept, const float* sums,
-                uint64_t* spare, RowBest* best);
+                PlaceQueue* queue, char* scratch, float* kept, const float* sums, uint64_t* spare,
+                RowBest* best);
+
+  // See best_cut.h.
+  void (*cut)(Best* best, uint64_t* spare);
+  void (*join)(Best* best, const Best& other, uint64_t* spare);
 };
 
 extern const SelectKernels SPARSE_ATTN_ISAS(SelectKernels);

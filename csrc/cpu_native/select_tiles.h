@@ -13,13 +13,21 @@ namespace {
 constexpr int kKeys = 32;
 static_assert(kKeys % kPanel == 0 && kTile % kKeys == 0, "a tile is cut into whole panels");
 
+// Seen places [first, last) of a tile whose entries follow each other in one page.
+struct PageRun {
+  int first, last;
+};
+
 // From a multiple of kTile on.
 struct SelectTile {
   int64_t base;
+  bool follows;  // places before it, of the same queue, are those of the tile before
   RowBits seen;  // bit n: some row scores place n
   int first;     // a multiple of kKeys, up to the first seen place
   int last;      // follows the last one
   int64_t number[kTile];
+  int runs;  // all seen places are in runs, in order
+  PageRun run[kTile];
   Place place[kTile];
   int64_t key[kTile], scale[kTile];  // where the first key head's are, in bytes
 };
@@ -36,17 +44,23 @@ class SelectTiles {
     pager_.open(p.keys, block.sequence);
   }
 
-  // The tiles of chunks [begin, end). Where keys lie is found if `paged`.
-  void open(int64_t begin, int64_t end, bool paged) {
-    base_ = begin * kChunk;
-    end_ = end * kChunk;
+  // The tiles of the queue's places. Where keys lie is found if `paged`.
+  void open(PlaceQueue* queue, bool paged) {
+    queue_ = queue;
+    places_ = {0, 0};
+    base_ = 0;
     paged_ = paged;
     failed_ = false;
   }
 
   // The next tile that some row scores. False after the last one, and at an entry without a page.
   bool next(SelectTile* tile) {
-    for (; base_ < end_; base_ += kTile) {
+    for (bool follows = true;; base_ += kTile) {
+      if (base_ >= places_.high) {
+        if (!take(queue_, &places_)) return false;
+        follows = false;
+        base_ = places_.low / kTile * kTile;
+      }
       RowBits seen = 0;
       for (int32_t r = 0; r < block_.rows; ++r) {
         const EntryRange& places = block_.row[r].places;
@@ -54,6 +68,7 @@ class SelectTiles {
       }
       if (!seen) continue;
       tile->base = base_;
+      tile->follows = follows;
       tile->seen = seen;
       tile->first = first_of(seen) / kKeys * kKeys;
       tile->last = end_of(seen);
@@ -62,7 +77,6 @@ class SelectTiles {
       failed_ = paged_ && !find_pages(tile);
       return !failed_;
     }
-    return false;
   }
 
   bool failed() const { return failed_; }
@@ -89,33 +103,57 @@ class SelectTiles {
   // products.
   bool find_pages(SelectTile* tile) const {
     const PagedRows &k = p_.keys.k, &scales = p_.keys.k_scale;
-    const char* first_key = k.data + key_head_ * k.head_stride;
-    const char *key_before = nullptr, *scale_before = nullptr;
-    const auto touch = [](const char* at, const char** before) {
-      constexpr int kPageBits = 12;
-      if (reinterpret_cast<uintptr_t>(at) >> kPageBits ==
-          reinterpret_cast<uintptr_t>(*before) >> kPageBits)
-        return;
-      prefetch(at);
-      *before = at;
-    };
-    for (int n = tile->first; n < tile->last; ++n) {
-      if (!(tile->seen >> n & 1)) continue;
-      if (!pager_.find(tile->number[n], &tile->place[n])) return false;
-      tile->key[n] = offset_of(k, tile->place[n]);
-      touch(first_key + tile->key[n], &key_before);
-      if (scales.dim == 0) continue;
-      tile->scale[n] = offset_of(scales, tile->place[n]);
-      touch(scales.data + tile->scale[n], &scale_before);
+    tile->runs = 0;
+    for (int n = first_of(tile->seen); n < tile->last;) {
+      Place place;
+      if (!pager_.find(tile->number[n], &place)) return false;
+      const int last = end_of_run(*tile, n, p_.keys.page_size - place.offset);
+      for (int i = n; i < last; ++i) tile->place[i] = {place.page, place.offset + i - n};
+      follow(k, place, n, last, tile->key);
+      if (scales.dim > 0) follow(scales, place, n, last, tile->scale);
+      touch(k, k.data + key_head_ * k.head_stride, tile->key, n, last);
+      if (scales.dim > 0) touch(scales, scales.data, tile->scale, n, last);
+      tile->run[tile->runs++] = {n, last};
+      const RowBits rest = last < kTile ? tile->seen >> last << last : 0;
+      if (rest == 0) return true;
+      n = first_of(rest);
     }
     return true;
+  }
+
+  // The end of the seen places from n on whose entries are `left` neighbours at most.
+  int end_of_run(const SelectTile& tile, int n, int64_t left) const {
+    const RowBits unseen = ~(tile.seen >> n);
+    int64_t count = unseen ? first_of(unseen) : kTile;
+    if (left < count) count = left;
+    if (!block_.runs) return n + static_cast<int>(count);
+    int last = n + 1;
+    while (last < n + count && tile.number[last] == tile.number[last - 1] + 1) ++last;
+    return last;
+  }
+
+  static void follow(const PagedRows& rows, const Place& place, int first, int last, int64_t* at) {
+    int64_t offset = offset_of(rows, place);
+    for (int i = first; i < last; ++i, offset += rows.entry_stride) at[i] = offset;
+  }
+
+  // Fetches a line of each page of memory that the entries lie in.
+  static void touch(const PagedRows& rows, const char* data, const int64_t* at, int first,
+                    int last) {
+    constexpr int64_t kPage = 4096;
+    int64_t step = 1;
+    while (step < kTile && 2 * step * rows.entry_stride <= kPage) step *= 2;
+    for (int64_t i = first; i < last; i += step) prefetch(data + at[i]);
+    prefetch(data + at[last - 1]);
   }
 
   const SelectParams& p_;
   const SelectBlock& block_;
   const int32_t key_head_;
   Pager pager_;
-  int64_t base_ = 0, end_ = 0;  // places from base_ on are to come
+  PlaceQueue* queue_ = nullptr;
+  EntryRange places_ = {0, 0};
+  int64_t base_ = 0;  // places from base_ on are to come
   bool paged_ = true;
   bool failed_ = false;
 };

@@ -81,7 +81,7 @@ SPARSE_ATTN_INLINE Floats load_partial(const void* p, int64_t bytes) {
 // Processors may drop this hint where the page of memory must be looked up first.
 SPARSE_ATTN_INLINE void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
-// Into the first-level cache. Not dropped.
+// Into the first-level cache too: for what is read soon, a line at a time. Not dropped.
 SPARSE_ATTN_INLINE void prefetch_l1(const char* p) { __builtin_prefetch(p, 0, 3); }
 
 SPARSE_ATTN_INLINE Floats broadcast(float x) {
