@@ -413,18 +413,14 @@ class Scorer {
                                               : &join_keys<Mode, kQkRows, true, false>;
     constexpr int kStep = kQkRows > kWidth ? kQkRows : kWidth;
     static_assert(kKeys % kStep == 0, "keys are read in whole groups");
+    const Floats scale = broadcast(static_cast<float>(p_.scale));
     for (int n = tile_->first; n < tile_->last; n += kStep) {
       Floats sum[kStep];
       for (int i = 0; i < kStep; i += kQkRows) {
         join(keys_.rows() + n + i, p_.dim, q, heads_ / kPanel, weights_ + lane,
              keys_.scales() + n + i, ahead(n + i), sum + i);
       }
-      for (int i = 0; i < kStep; i += 4) {
-        transpose_fours(sum + i);
-        const FourFloats total =
-            add_fours(FourFloats{}, (sum[i] + sum[i + 1]) + (sum[i + 2] + sum[i + 3]));
-        *reinterpret_cast<FourFloats*>(scores_ + n + i) = total * static_cast<float>(p_.scale);
-      }
+      for (int i = 0; i < kStep; i += kWidth) store(scores_ + n + i, add_across(sum + i) * scale);
     }
   }
 

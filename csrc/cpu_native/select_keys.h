@@ -42,8 +42,12 @@ class SelectKeys {
     const char* data = k.data + key_head * k.head_stride;
     const uint32_t seen = static_cast<uint32_t>(tile.seen >> from);
     static_assert(kKeys == 32, "a bit for each");
-    for (int i = 0; i < kKeys; ++i)
-      rows_[from + i] = seen >> i & 1 ? data + tile.key[from + i] : zeros_;
+    if (seen == UINT32_MAX) {
+      for (int i = 0; i < kKeys; ++i) rows_[from + i] = data + tile.key[from + i];
+    } else {
+      for (int i = 0; i < kKeys; ++i)
+        rows_[from + i] = seen >> i & 1 ? data + tile.key[from + i] : zeros_;
+    }
     if (scales_rows()) {
       read_scales(tile, from, seen, key_head);
     } else {

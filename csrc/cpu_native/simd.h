@@ -329,6 +329,43 @@ SPARSE_ATTN_INLINE FourFloats add_fours(FourFloats sum, Floats x) {
   return sum;
 }
 
+// Block i of x[j] becomes block j of x[i]; blocks are of four lanes.
+SPARSE_ATTN_INLINE void transpose_blocks(Floats* x) {
+#if defined(__AVX512F__)
+  const __m512 a = _mm512_shuffle_f32x4((__m512)x[0], (__m512)x[1], 0x44);
+  const __m512 b = _mm512_shuffle_f32x4((__m512)x[0], (__m512)x[1], 0xee);
+  const __m512 c = _mm512_shuffle_f32x4((__m512)x[2], (__m512)x[3], 0x44);
+  const __m512 d = _mm512_shuffle_f32x4((__m512)x[2], (__m512)x[3], 0xee);
+  x[0] = (Floats)_mm512_shuffle_f32x4(a, c, 0x88);
+  x[1] = (Floats)_mm512_shuffle_f32x4(a, c, 0xdd);
+  x[2] = (Floats)_mm512_shuffle_f32x4(b, d, 0x88);
+  x[3] = (Floats)_mm512_shuffle_f32x4(b, d, 0xdd);
+#elif defined(__AVX2__)
+  const __m256 a = _mm256_permute2f128_ps((__m256)x[0], (__m256)x[1], 0x20);
+  const __m256 b = _mm256_permute2f128_ps((__m256)x[0], (__m256)x[1], 0x31);
+  x[0] = (Floats)a;
+  x[1] = (Floats)b;
+#else
+  (void)x;  // of a single block
+#endif
+}
+
+// Lane i is the sum of the lanes of x[i]: of each four lanes, then of these sums, the lowest first.
+SPARSE_ATTN_INLINE Floats add_across(Floats* x) {
+  Floats fours[kWidth / 4];
+#pragma GCC unroll 4
+  for (int i = 0; i < kWidth / 4; ++i) {
+    Floats* y = x + 4 * i;
+    transpose_fours(y);
+    fours[i] = (y[0] + y[1]) + (y[2] + y[3]);
+  }
+  transpose_blocks(fours);
+  Floats sum = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < kWidth / 4; ++i) sum += fours[i];
+  return sum;
+}
+
 // The largest of lanes whose numbers agree modulo 4, and of `most`, which is no NaN.
 SPARSE_ATTN_INLINE FourFloats max_fours(FourFloats most, Floats x) {
   FourFloats four[kWidth / 4];
