@@ -52,7 +52,7 @@ class Scorer {
     factors_ = carver->take<float>(softmax ? lanes : 0);
     chunk_sums_ = carver->take<float>(softmax ? 2 * lanes : 0);
     tile_sums_ = carver->take<float>(softmax ? 2 * lanes : 0);
-    buffer_ = carver->take<float>(joins_heads(p) ? 0 : lanes_.largest_team() * kTile);
+    buffer_ = carver->take<float>((joins_heads(p) ? block.rows : lanes_.largest_team()) * kTile);
     const int64_t lists = block.lists * block.rows;
     units_ = carver->take<Pooling>(pools_scores() ? lists : 0);
     blocks_ = carver->take<Pooling>(p.candidate_k > 0 ? lists : 0);
@@ -142,8 +142,9 @@ class Scorer {
           for (int32_t r = 0; r < block_.rows; ++r) {
             const EntryRange places = places_in_tile(r);
             if (places.low >= places.high) continue;
-            join(team, list, r, products);
-            hand_on(list, r, places, spare, &best[(list - first_list) * kMaxRows + r]);
+            const float* scores = joins_heads(p_) ? products + r * kTile : scores_;
+            if (!joins_heads(p_)) join(team, list, r, products);
+            hand_on(list, r, places, scores, spare, &best[(list - first_list) * kMaxRows + r]);
           }
         }
       }
@@ -264,20 +265,19 @@ class Scorer {
     return vectors * (p_.dim / step) > 0 ? vectors * (p_.dim / step) : 1;
   }
 
-  // Products of a team's lanes with the tile, but for heads that are joined. False if an entry has
-  // no page.
+  // Products of a team's lanes with the tile; scores of the rows, where heads are joined. False if
+  // an entry has no page.
   bool multiply(const Team& team, float* products) {
     for (int32_t i = team.segment; i < team.segment + team.segments; ++i) {
       const Segment& segment = lanes_.segment(i);
       if (pools_keys(p_) && !keys_.pool(*tile_, tiles_, segment.key_head)) return false;
-      if (joins_heads(p_)) {
-        for (int n = tile_->first; n < tile_->last; n += kKeys)
-          keys_.read(*tile_, n, segment.key_head);
-        return true;
-      }
       float* s = products + (segment.lane - team.lane) * kTile;
       for (int n = tile_->first; n < tile_->last; n += kKeys) {
         if (!pools_keys(p_)) keys_.read(*tile_, n, segment.key_head);
+        if (joins_heads(p_)) {
+          for (int32_t r = 0; r < block_.rows; ++r) join_heads(team, r, n, products + r * kTile);
+          continue;
+        }
         if (multiplies_fours_) {
           multiply_fours(segment, n, s + n);
         } else if constexpr (Mode::kGroup == 1) {
@@ -367,7 +367,6 @@ class Scorer {
 
   // Joins the products of a list's lanes in row r to scores of the tile.
   void join(const Team& team, int32_t list, int32_t r, const float* products) {
-    if (joins_heads(p_)) return join_heads(team, r);
     const auto join_with = [&](Floats start, Floats scale, const auto& with) {
       for (int n = tile_->first; n < tile_->last; n += kWidth) {
         Floats joined = start;
@@ -403,7 +402,8 @@ class Scorer {
     }
   }
 
-  void join_heads(const Team& team, int32_t r) {
+  // Scores of row r and kKeys keys.
+  void join_heads(const Team& team, int32_t r, int from, float* scores) {
     const int32_t lane = team.lane + r * heads_;
     const float* q = q_packed_ + lane * steps();
     const bool scaled = keys_.scales_rows();
@@ -414,13 +414,13 @@ class Scorer {
     constexpr int kStep = kQkRows > kWidth ? kQkRows : kWidth;
     static_assert(kKeys % kStep == 0, "keys are read in whole groups");
     const Floats scale = broadcast(static_cast<float>(p_.scale));
-    for (int n = tile_->first; n < tile_->last; n += kStep) {
+    for (int n = from; n < from + kKeys; n += kStep) {
       Floats sum[kStep];
       for (int i = 0; i < kStep; i += kQkRows) {
         join(keys_.rows() + n + i, p_.dim, q, heads_ / kPanel, weights_ + lane,
              keys_.scales() + n + i, ahead(n + i), sum + i);
       }
-      for (int i = 0; i < kStep; i += kWidth) store(scores_ + n + i, add_across(sum + i) * scale);
+      for (int i = 0; i < kStep; i += kWidth) store(scores + n + i, add_across(sum + i) * scale);
     }
   }
 
@@ -471,12 +471,13 @@ class Scorer {
   }
 
   // Hands the scores of a list at `places` of the tile on to the best of its units and blocks.
-  void hand_on(int32_t list, int32_t r, EntryRange places, uint64_t* spare, RowBest* best) {
+  void hand_on(int32_t list, int32_t r, EntryRange places, const float* scores, uint64_t* spare,
+               RowBest* best) {
     const int32_t pooling = list * block_.rows + r;
     for (int64_t n = places.low; pools_scores() && n < places.high; ++n)
-      units_[pooling].take(tile_->number[n], scores_[n], spare);
+      units_[pooling].take(tile_->number[n], scores[n], spare);
     for (int64_t n = places.low; p_.candidate_k > 0 && n < places.high; ++n)
-      blocks_[pooling].take(tile_->number[n], scores_[n], spare);
+      blocks_[pooling].take(tile_->number[n], scores[n], spare);
     if (pools_scores()) return;
     const EntryRange& free = block_.row[r].free;
     while (places.low < places.high && tile_->number[places.low] < free.low) ++places.low;
@@ -486,7 +487,7 @@ class Scorer {
     Best* units = &best->units;
     make_room(units, spare);
     for (int n = tile_->first; n < tile_->last; n += kWidth)
-      add(units, scores_ + n, tile_->number + n, static_cast<uint32_t>(taken >> n));
+      add(units, scores + n, tile_->number + n, static_cast<uint32_t>(taken >> n));
   }
 
   const SelectParams& p_;

@@ -17,8 +17,7 @@ class SelectKeys {
   SelectKeys(const SelectParams& p, const SelectBlock& block, Carver* carver)
       : p_(p), block_(block), ld_(round_up(p.keys.k.dim + p.keys.rope.dim, kPanel)) {
     const bool converts = p.keys.k.type != Mode::kType || pools_keys(p);
-    const bool whole_tile = pools_keys(p) || joins_heads(p);
-    mask_ = whole_tile ? kTile - 1 : kKeys - 1;
+    mask_ = pools_keys(p) ? kTile - 1 : kKeys - 1;
     zeros_ = carver->take<char>(ld_ * 4);
     buffer_ = carver->take<Element>(converts ? (mask_ + 1) * ld_ : 0);
     sum_buffer_ = carver->take<double>(pools_keys(p) ? ld_ : 0);

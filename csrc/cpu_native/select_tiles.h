@@ -99,8 +99,8 @@ class SelectTiles {
     }
   }
 
-  // Also fetches a line of each page of memory, which is looked up so; the rest is fetched between
-  // products.
+  // Also fetches the scales, and a line of each page of memory that keys lie in, which is looked up
+  // so; the rest is fetched between products.
   bool find_pages(SelectTile* tile) const {
     const PagedRows &k = p_.keys.k, &scales = p_.keys.k_scale;
     tile->runs = 0;
@@ -111,8 +111,8 @@ class SelectTiles {
       for (int i = n; i < last; ++i) tile->place[i] = {place.page, place.offset + i - n};
       follow(k, place, n, last, tile->key);
       if (scales.dim > 0) follow(scales, place, n, last, tile->scale);
-      touch(k, k.data + key_head_ * k.head_stride, tile->key, n, last);
-      if (scales.dim > 0) touch(scales, scales.data, tile->scale, n, last);
+      touch(k, kPage, k.data + key_head_ * k.head_stride, tile->key, n, last);
+      if (scales.dim > 0) touch(scales, kLine, scales.data, tile->scale, n, last);
       tile->run[tile->runs++] = {n, last};
       const RowBits rest = last < kTile ? tile->seen >> last << last : 0;
       if (rest == 0) return true;
@@ -137,12 +137,13 @@ class SelectTiles {
     for (int i = first; i < last; ++i, offset += rows.entry_stride) at[i] = offset;
   }
 
-  // Fetches a line of each page of memory that the entries lie in.
-  static void touch(const PagedRows& rows, const char* data, const int64_t* at, int first,
-                    int last) {
-    constexpr int64_t kPage = 4096;
+  static constexpr int64_t kLine = 64, kPage = 4096;
+
+  // Fetches a line of each `bytes` that the entries lie in.
+  static void touch(const PagedRows& rows, int64_t bytes, const char* data, const int64_t* at,
+                    int first, int last) {
     int64_t step = 1;
-    while (step < kTile && 2 * step * rows.entry_stride <= kPage) step *= 2;
+    while (step < kTile && 2 * step * rows.entry_stride <= bytes) step *= 2;
     for (int64_t i = first; i < last; i += step) prefetch(data + at[i]);
     prefetch(data + at[last - 1]);
   }
