@@ -67,7 +67,6 @@ def _attend(a: Attend, out: Tensor, lse: Tensor | None) -> None:
 
 
 def _select(a: Select, indices: Tensor, counts: Tensor, values: Tensor | None, candidate_blocks: Tensor | None) -> None:
-    a = a.with_float_queries
     failure = _native().select(a, indices, counts, values, candidate_blocks, *_machine())
     if failure is not None:
         raise _refusal("select", a, a.paging, a.page_table, "page_table", *failure)

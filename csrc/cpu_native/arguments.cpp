@@ -86,6 +86,7 @@ class TensorView {
     if (info_.bits == 16 && (brain || info_.type == kFloat))
       return brain ? Format::kBf16 : Format::kFp16;
     if (info_.bits == 32 && info_.type == kFloat) return Format::kFp32;
+    if (info_.bits == 8 && info_.type == kInt) return Format::kInt8;
     throw py::value_error("unexpected dtype");
   }
 
@@ -101,7 +102,7 @@ class TensorView {
 
  private:
   static constexpr int kMostAxes = 4;
-  static constexpr uint8_t kFloat = 2, kBrainFloat = 4;  // DLPack's numbers of types
+  static constexpr uint8_t kInt = 0, kFloat = 2, kBrainFloat = 4;  // DLPack's numbers of types
 
   // Reads attributes, of tensors without DLPack's table.
   void ask(py::handle tensor) {
@@ -116,8 +117,9 @@ class TensorView {
     const py::str dtype(attribute(tensor, SPARSE_ATTN_NAME("dtype")));
     const char* name = PyUnicode_AsUTF8(dtype.ptr());
     if (!name) throw py::error_already_set();
-    info_.type = strcmp(name, "torch.bfloat16") == 0 ? kBrainFloat : kFloat;
-    info_.bits = strcmp(name, "torch.float32") == 0 ? 32 : 16;
+    const auto is = [=](const char* other) { return strcmp(name, other) == 0; };
+    info_.type = is("torch.bfloat16") ? kBrainFloat : is("torch.int8") ? kInt : kFloat;
+    info_.bits = is("torch.float32") ? 32 : is("torch.int8") ? 8 : 16;
     info_.offset = 0;
     info_.sizes = asked_[0];
     info_.strides = asked_[1];
@@ -304,6 +306,12 @@ SelectParams select_params(py::handle call, py::handle indices, py::handle count
   p.tokens = sizes[0];
   p.heads = static_cast<int32_t>(sizes[1]);
   p.dim = static_cast<int32_t>(sizes[2]);
+  const TensorView q_scale_view(FIELD("q_scale"));
+  if (q_scale_view.given()) {
+    p.q_scale = q_scale_view.data<const char>();
+    p.q_scale_format = q_scale_view.format();
+    q_scale_view.strides(2, element_bytes(p.q_scale_format), p.q_scale_strides);
+  }
   if (weight_view.given()) {
     p.weights = weight_view.data<const char>();
     p.weight_format = weight_view.format();

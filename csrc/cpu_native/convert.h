@@ -64,7 +64,7 @@ constexpr int kMaxGroups = 32;
 class GroupScales {
  public:
   GroupScales(Number type, const char* from, int32_t groups, int32_t size)
-      : groups_(groups), shift_(size > 0 ? __builtin_ctz(static_cast<uint32_t>(size)) : 31) {
+      : GroupScales(groups, size) {
     with_type(type, [=](auto number) {
       constexpr Number kFrom = number;
       for (int32_t i = 0; i < groups; i += kWidth) {
@@ -73,6 +73,10 @@ class GroupScales {
                                            : load_as_floats<kFrom>(scales));
       }
     });
+  }
+
+  GroupScales(const float* from, int32_t groups, int32_t size) : GroupScales(groups, size) {
+    for (int32_t i = 0; i < groups; ++i) at_[i] = from[i];
   }
 
   // Of element i. Without a division, which takes longer than what is done with the scale.
@@ -88,7 +92,13 @@ class GroupScales {
     return true;
   }
 
+  // Elements that share a scale, at least.
+  int32_t size() const { return shift_ < 31 ? 1 << shift_ : INT32_MAX; }
+
  private:
+  GroupScales(int32_t groups, int32_t size)
+      : groups_(groups), shift_(size > 0 ? __builtin_ctz(static_cast<uint32_t>(size)) : 31) {}
+
   float at_[kMaxGroups];  // in whole vectors
   int32_t groups_, shift_;
 };
@@ -232,18 +242,28 @@ inline void scale_e4m3(const char* row, int32_t dim, const GroupScales& scales, 
   }
 }
 
-// e2m1 times the scales of groups: a table of all products for each 16 elements.
+// e2m1 times the scales of groups: a table of all products for each 16 elements, or for each kPair
+// of wider groups.
 inline void scale_e2m1(const char* row, int32_t dim, const GroupScales& scales, uint16_t* to) {
   const char codes[] = "\x10\x32\x54\x76\x98\xba\xdc\xfe";
   const Floats numbers = load_as_floats<Number::kE2m1>(codes);
+  const __m512i upper = _mm512_set1_epi16(16);  // the second half of a table
   const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-  for (int32_t i = 0; i < dim; i += kPair) {
-    const Floats products = join_bf16(numbers * scales.of(i), numbers * scales.of(i + kWidth));
+  const auto look_up = [&](int32_t i, __m512i half,
+                           Floats products) __attribute__((always_inline)) {
     __m512i x = (__m512i)load_bytes(row + i / 2);
     x = _mm512_or_si512(x, _mm512_slli_epi32(x, 12));
-    x = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi16(15)), second);
+    x = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi16(15)), half);
     _mm512_storeu_si512(to + i, _mm512_permutexvar_epi16(x, (__m512i)products));
+  };
+  int32_t i = 0;
+  for (; scales.size() >= kPair && i + 2 * kPair <= dim; i += 2 * kPair) {
+    const Floats products = join_bf16(numbers * scales.of(i), numbers * scales.of(i + kPair));
+    look_up(i, _mm512_setzero_si512(), products);
+    look_up(i + kPair, upper, products);
   }
+  for (; i < dim; i += kPair)
+    look_up(i, second, join_bf16(numbers * scales.of(i), numbers * scales.of(i + kWidth)));
 }
 
 #endif

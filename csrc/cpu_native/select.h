@@ -25,6 +25,9 @@ struct SelectParams {
   const char* q = nullptr;        // [T, heads, dim]
   int64_t q_strides[2] = {0, 0};  // bytes
   Format q_format = Format::kFp32;
+  const char* q_scale = nullptr;        // [T, heads], of queries that are int8
+  int64_t q_scale_strides[2] = {0, 0};  // bytes
+  Format q_scale_format = Format::kFp32;
   const char* weights = nullptr;       // [T, heads], or null
   int64_t weight_strides[2] = {0, 0};  // bytes
   Format weight_format = Format::kFp32;

@@ -49,6 +49,8 @@ class Scorer {
     q_packed_ = carver->take<float>(multiplies_fours_ || joins_heads(p) ? lanes * steps() : 0);
     panel_ = carver->take<float>(p.rounded || p.bounds ? 2 * kPanel * dim : 0);
     weights_ = carver->take<float>(lanes);
+    q_scales_ = carver->take<float>(lanes);
+    starts_ = carver->take<int32_t>(Mode::kGroup == 4 ? lanes : 0);
     factors_ = carver->take<float>(softmax ? lanes : 0);
     chunk_sums_ = carver->take<float>(softmax ? 2 * lanes : 0);
     tile_sums_ = carver->take<float>(softmax ? 2 * lanes : 0);
@@ -174,7 +176,7 @@ class Scorer {
     keys_.init();
     for (int32_t lane = 0; lane < lanes_.count(); ++lane) {
       q_[lane] = keys_.zeros();
-      weights_[lane] = 0;
+      weights_[lane] = q_scales_[lane] = 0;
     }
     for (int32_t i = 0; i < lanes_.segments(); ++i) {
       const Segment& segment = lanes_.segment(i);
@@ -197,17 +199,28 @@ class Scorer {
   void prepare_lane(int32_t lane, int64_t row, int32_t head) {
     const char* q = p_.q + row * p_.q_strides[0] + head * p_.q_strides[1];
     q_[lane] = q;
+    const auto read = [=](const char* numbers, Format format, const int64_t* strides, float* to) {
+      *to = 1;
+      if (!numbers) return;
+      const char* at = numbers + row * strides[0] + head * strides[1];
+      convert_row(codec_of(format).element, at, 1, to);
+    };
+    read(p_.weights, p_.weight_format, p_.weight_strides, weights_ + lane);
+    read(p_.q_scale, p_.q_scale_format, p_.q_scale_strides, q_scales_ + lane);
     if constexpr (Mode::kGroup == 1) {
-      if (p_.q_format != Mode::kFormat) {
-        convert_row(codec_of(p_.q_format).element, q, p_.dim, q_buffer_ + lane * ld_);
-        q_[lane] = reinterpret_cast<const char*>(q_buffer_ + lane * ld_);
-      }
+      if (p_.q_format == Mode::kFormat) return;
+      float* converted = q_buffer_ + lane * ld_;
+      convert_row(codec_of(p_.q_format).element, q, p_.dim, converted);
+      for (int32_t d = 0; p_.q_scale && d < p_.dim; ++d) converted[d] *= q_scales_[lane];
+      q_[lane] = reinterpret_cast<const char*>(converted);
     }
-    weights_[lane] = 1;
-    if (!p_.weights) return;
-    convert_row(codec_of(p_.weight_format).element,
-                p_.weights + row * p_.weight_strides[0] + head * p_.weight_strides[1], 1,
-                weights_ + lane);
+#if defined(__AVX512VNNI__)
+    if constexpr (Mode::kGroup == 4) {
+      int32_t sum = 0;
+      for (int32_t d = 0; d < p_.dim; ++d) sum += reinterpret_cast<const int8_t*>(q)[d];
+      starts_[lane] = -Int8::kMove * sum;
+    }
+#endif
   }
 
   // Lanes of a vector of `qk_fours`. Two vectors are multiplied at a time, as long as there are
@@ -405,22 +418,37 @@ class Scorer {
   // Scores of row r and kKeys keys.
   void join_heads(const Team& team, int32_t r, int from, float* scores) {
     const int32_t lane = team.lane + r * heads_;
-    const float* q = q_packed_ + lane * steps();
-    const bool scaled = keys_.scales_rows();
-    const auto join = p_.score == Score::kDot ? (scaled ? &join_keys<Mode, kQkRows, false, true>
-                                                        : &join_keys<Mode, kQkRows, false, false>)
-                      : scaled                ? &join_keys<Mode, kQkRows, true, true>
-                                              : &join_keys<Mode, kQkRows, true, false>;
+    const JoinedHeads heads = {heads_ / kPanel, q_packed_ + lane * steps(), weights_ + lane,
+                               starts_ + lane, q_scales_ + lane};
+    const auto dim = static_cast<int32_t>(Mode::kGroup == 4 ? round_up(p_.dim, 4) : p_.dim);
+    const Floats scale = broadcast(static_cast<float>(p_.scale));
     constexpr int kStep = kQkRows > kWidth ? kQkRows : kWidth;
     static_assert(kKeys % kStep == 0, "keys are read in whole groups");
-    const Floats scale = broadcast(static_cast<float>(p_.scale));
-    for (int n = from; n < from + kKeys; n += kStep) {
+    const auto join_step = [&](const auto& join, int n, float* to) {
       Floats sum[kStep];
-      for (int i = 0; i < kStep; i += kQkRows) {
-        join(keys_.rows() + n + i, p_.dim, q, heads_ / kPanel, weights_ + lane,
-             keys_.scales() + n + i, ahead(n + i), sum + i);
+      for (int i = 0; i < kStep; i += kQkRows)
+        join(keys_.rows() + n + i, dim, heads, keys_.scales() + n + i, ahead(n + i), sum + i);
+      for (int i = 0; i < kStep; i += kWidth) store(to + i, add_across(sum + i) * scale);
+    };
+    const bool dot = p_.score == Score::kDot;
+    for (int n = from; n < from + kKeys; n += kStep) {
+      join_step(
+          dot ? join_keys<Mode, kQkRows, false, false> : join_keys<Mode, kQkRows, true, false>, n,
+          scores + n);
+      if (!keys_.scales_rows()) continue;
+      // Scales come out of the sums, where they change no product's sign.
+      auto others = static_cast<uint32_t>(tile_->seen >> n) & ((1u << kStep) - 1);
+      for (int i = 0; i < kStep; i += kWidth) {
+        const Floats key_scale = load(keys_.scales() + n + i);
+        store(scores + n + i, load(scores + n + i) * key_scale);
+        others &= ~((greater(key_scale, Floats{}) & greater(broadcast(kInfinity), key_scale)) << i);
       }
-      for (int i = 0; i < kStep; i += kWidth) store(scores + n + i, add_across(sum + i) * scale);
+      if (!others) continue;
+      float scaled[kStep];
+      join_step(dot ? join_keys<Mode, kQkRows, false, true> : join_keys<Mode, kQkRows, true, true>,
+                n, scaled);
+      for (; others; others &= others - 1)
+        scores[n + __builtin_ctz(others)] = scaled[__builtin_ctz(others)];
     }
   }
 
@@ -506,6 +534,8 @@ class Scorer {
   float* q_packed_;  // for `qk_fours`, or panels of [steps][kPanel]
   float* panel_;     // of keys; then that of upper bounds
   float* weights_;
+  float* q_scales_;
+  int32_t* starts_;  // of sums of integers
   float* factors_;
   float* chunk_sums_;
   float* tile_sums_;
@@ -523,8 +553,19 @@ inline bool computes_in_bf16(const SelectParams& p) {
 }
 #endif
 
+// Products of integers where queries and keys are, but for the scales of heads and rows.
+#if defined(__AVX512VNNI__)
+inline bool computes_in_int8(const SelectParams& p) {
+  return p.q_format == Format::kInt8 && p.keys.k.type == Number::kInt8 && p.keys.group == 0 &&
+         joins_heads(p);
+}
+#endif
+
 template <class Use>
 SPARSE_ATTN_INLINE auto with_mode(const SelectParams& p, const Use& use) {
+#if defined(__AVX512VNNI__)
+  if (computes_in_int8(p)) return use(Int8());
+#endif
 #if defined(SPARSE_ATTN_BF16)
   if (computes_in_bf16(p)) return use(Bf16());
 #endif

@@ -5,6 +5,7 @@
 #include "convert.h"
 #include "micro.h"
 #include "select_lanes.h"
+#include "select_products.h"
 #include "select_tiles.h"
 
 namespace sparse_attn {
@@ -15,13 +16,14 @@ template <class Mode>
 class SelectKeys {
  public:
   SelectKeys(const SelectParams& p, const SelectBlock& block, Carver* carver)
-      : p_(p), block_(block), ld_(round_up(p.keys.k.dim + p.keys.rope.dim, kPanel)) {
+      : p_(p), block_(block), ld_(round_up(p.keys.k.dim + p.keys.rope.dim, 64)) {
     const bool converts = p.keys.k.type != Mode::kType || pools_keys(p);
     mask_ = pools_keys(p) ? kTile - 1 : kKeys - 1;
     zeros_ = carver->take<char>(ld_ * 4);
     buffer_ = carver->take<Element>(converts ? (mask_ + 1) * ld_ : 0);
     sum_buffer_ = carver->take<double>(pools_keys(p) ? ld_ : 0);
     row_buffer_ = carver->take<float>(pools_keys(p) ? ld_ : 0);
+    group_scales_ = carver->take<float>(p.keys.group > 0 ? kKeys * p.keys.k_scale.dim : 0);
   }
 
   void init() { memset(zeros_, 0, static_cast<size_t>(ld_) * 4); }
@@ -54,15 +56,17 @@ class SelectKeys {
     }
     if (k.type == Mode::kType) return;
     Element* converted = buffer_ + (from & mask_) * ld_;
-    if (p_.keys.group == 0) {
-      with_type(k.type, [&](auto type) {
-        for (int i = 0; i < kKeys; ++i)
-          convert_row<type>(rows_[from + i], k.dim, converted + i * ld_);
-      });
-    }
+    if (p_.keys.group == 0) convert_rows(k.type, rows_ + from, k.dim, converted);
+    if (p_.keys.group > 0) read_group_scales(tile, from, seen, key_head);
     for (int i = 0; i < kKeys; ++i, converted += ld_) {
       if (!(seen >> i & 1)) continue;
-      if (p_.keys.group > 0) convert(rows_[from + i], tile.place[from + i], key_head, converted);
+      if constexpr (Mode::kGroup < 4) {
+        if (p_.keys.group > 0) {
+          const int32_t groups = p_.keys.k_scale.dim;
+          const GroupScales scales(group_scales_ + i * groups, groups, p_.keys.group);
+          scale(rows_[from + i], scales, tile.place[from + i], key_head, converted);
+        }
+      }
       rows_[from + i] = reinterpret_cast<const char*>(converted);
     }
   }
@@ -107,6 +111,9 @@ class SelectKeys {
     const PagedRows& scales = p_.keys.k_scale;
     const char* data = scales.data + key_head * scales.head_stride;
     const auto read_type = [&](auto number) {
+      constexpr int64_t kLast = (kKeys - 1) * sizeof(number);
+      if (seen == UINT32_MAX && tile.scale[from + kKeys - 1] - tile.scale[from] == kLast)
+        return convert_row(scales.type, data + tile.scale[from], kKeys, scales_ + from);
       decltype(number) numbers[kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
         if (seen >> i & 1) memcpy(numbers + i, data + tile.scale[from + i], sizeof(number));
@@ -128,13 +135,60 @@ class SelectKeys {
     return read_number(scales.type, at(scales, place, key_head), 0);
   }
 
-  // A key, but for the scale of the row. Rows with elements apart have groups.
+  // kKeys rows without groups, but for their scales. Tables of a conversion are loaded once.
   template <class To>
-  void convert(const char* row, const Place& place, int64_t key_head, To* to) const {
+  __attribute__((flatten)) void convert_rows(Number type, const char* const* rows, int32_t dim,
+                                             To* to) const {
+    with_type(type, [&](auto from) {
+      for (int i = 0; i < kKeys; ++i) convert_row<from>(rows[i], dim, to + i * ld_);
+    });
+  }
+
+#if defined(__AVX512VNNI__)
+  void convert_rows(Number, const char* const* rows, int32_t dim, uint8_t* to) const {
+    const __m512i move = _mm512_set1_epi8(static_cast<char>(Int8::kMove));
+    const int32_t whole = dim / 64 * 64;
+    const __mmask64 rest = (uint64_t{1} << (dim - whole)) - 1;
+    for (int i = 0; i < kKeys; ++i, to += ld_) {
+      for (int32_t d = 0; d < whole; d += 64)
+        _mm512_storeu_si512(to + d, _mm512_xor_si512(_mm512_loadu_si512(rows[i] + d), move));
+      if (!rest) continue;
+      const __m512i x = _mm512_maskz_loadu_epi8(rest, rows[i] + whole);
+      _mm512_storeu_si512(to + whole, _mm512_xor_si512(x, move));
+    }
+  }
+#endif
+
+  void read_group_scales(const SelectTile& tile, int from, uint32_t seen, int32_t key_head) {
+    const PagedRows& scales = p_.keys.k_scale;
+    const char* data = scales.data + key_head * scales.head_stride;
+    const int64_t bytes = bytes_of(scales.type, scales.dim);
+    char numbers[kKeys * kMaxGroups * 4];
+    const auto gather = [&](int64_t size) {
+      for (int i = 0; i < kKeys; ++i) {
+        char* to = numbers + i * size;
+        seen >> i & 1 ? memcpy(to, data + tile.scale[from + i], static_cast<size_t>(size))
+                      : memset(to, 0, static_cast<size_t>(size));
+      }
+    };
+    bytes == 4 ? gather(4) : gather(bytes);
+    convert_row(scales.type, numbers, kKeys * scales.dim, group_scales_);
+  }
+
+  // A key, but for the scale of the row. Rows with elements apart have groups.
+  void convert(const char* row, const Place& place, int64_t key_head, float* to) const {
     const PlaneParams& keys = p_.keys;
     if (keys.group == 0) return convert_row(keys.k.type, row, keys.k.dim, to);
-    const GroupScales scales(keys.k_scale.type, at(keys.k_scale, place, key_head), keys.k_scale.dim,
-                             keys.group);
+    scale(row,
+          GroupScales(keys.k_scale.type, at(keys.k_scale, place, key_head), keys.k_scale.dim,
+                      keys.group),
+          place, key_head, to);
+  }
+
+  template <class To>
+  void scale(const char* row, const GroupScales& scales, const Place& place, int64_t key_head,
+             To* to) const {
+    const PlaneParams& keys = p_.keys;
     scale_row(keys.k.type, row, keys.k.dim, scales, to);
     if (keys.rope.dim == 0) return;
     convert_row(keys.rope.type, at(keys.rope, place, 0), keys.rope.dim, to + keys.k.dim);
@@ -148,6 +202,7 @@ class SelectKeys {
   Element* buffer_;
   double* sum_buffer_;
   float* row_buffer_;
+  float* group_scales_;  // [kKeys][groups]
   const char* rows_[kTile];
   alignas(64) float scales_[kTile];
 };

@@ -80,27 +80,73 @@ inline void qk_rounded(const char* const* rows, int32_t dim, const float* low, c
   }
 }
 
-// Scores of kRows keys from products that run over heads, `panels` panels of them: total[r] is the
-// sum over the heads whose numbers agree modulo kWidth. `kScaled`: products are multiplied by the
-// scales of their keys. A line from `ahead` on is fetched for every four steps.
+#if defined(__AVX512VNNI__)
+// Products of integers of 8 bits, exact. One of two bytes has no sign: keys are moved up by kMove,
+// and sums start at what that adds less.
+struct Int8 {
+  typedef uint8_t Element;
+  static constexpr Format kFormat = Format::kInt8;
+  static constexpr Number kType = Number::kNone;  // of no plane: all keys are moved
+  static constexpr int kGroup = 4;
+  static constexpr int kMove = 128;
+
+  // Written out: GCC 12 copies vectors of floats that are taken for integers at each step of a
+  // loop.
+  static SPARSE_ATTN_INLINE Floats dot(Floats key, Floats q, Floats c) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(key), "v"(q));
+    return c;
+  }
+};
+#endif
+
+// The heads of a list, whose products run over heads.
+struct JoinedHeads {
+  int32_t panels;
+  const float* q;  // [panels][steps][kPanel]
+  const float* weights;
+  // Of integers: where sums start, and what products are multiplied by.
+  const int32_t* starts;
+  const float* q_scales;
+};
+
+// Scores of kRows keys from products that run over heads: total[r] is the sum over the heads whose
+// numbers agree modulo kWidth. `kScaled`: products are multiplied by the scales of their keys. A
+// line from `ahead` on is fetched for every four steps.
 template <class Mode, int kRows, bool kRelu, bool kScaled>
-SPARSE_ATTN_APART void join_keys(const char* const* rows, int32_t dim, const float* q,
-                                 int32_t panels, const float* weights, const float* key_scale,
-                                 const char* ahead, Floats* total) {
+SPARSE_ATTN_APART void join_keys(const char* const* rows, int32_t dim, const JoinedHeads& heads,
+                                 const float* key_scale, const char* ahead, Floats* total) {
+  constexpr bool kIntegers = Mode::kGroup == 4;
   Floats joined[kRows] = {};
-  const int64_t panel = int64_t{kPanel} * ((dim + Mode::kGroup - 1) / Mode::kGroup);
-  for (int32_t i = 0; i < panels; ++i, q += panel, weights += kPanel) {
+  const float* q = heads.q;
+  for (int32_t i = 0; i < heads.panels; ++i) {
+    const int32_t lane = i * kPanel;
     Floats sum[kRows][2] = {};
+    if (kIntegers) {
+      const Floats start[2] = {load(heads.starts + lane), load(heads.starts + lane + kWidth)};
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        sum[r][0] = start[0];
+        sum[r][1] = start[1];
+      }
+    }
     add_dots<Mode, kRows, 2>(rows, dim, q, sum, [=](int32_t step) __attribute__((always_inline)) {
       prefetch_l1(ahead + 16 * step);
     });
+    q += int64_t{kPanel} * ((dim + Mode::kGroup - 1) / Mode::kGroup);
     ahead += dim / (4 * Mode::kGroup) * 64;
-    const Floats w[2] = {load(weights), load(weights + kWidth)};
+    const Floats w[2] = {load(heads.weights + lane), load(heads.weights + lane + kWidth)};
+    Floats q_scale[2] = {};
+    if (kIntegers) {
+      q_scale[0] = load(heads.q_scales + lane);
+      q_scale[1] = load(heads.q_scales + lane + kWidth);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
-        Floats x = kScaled ? sum[r][j] * broadcast(key_scale[r]) : sum[r][j];
+        Floats x = sum[r][j];
+        if (kIntegers) x = __builtin_convertvector((Ints)x, Floats) * q_scale[j];
+        if (kScaled) x *= broadcast(key_scale[r]);
         if (kRelu) x = max(Floats{}, x);
         joined[r] = fma(w[j], x, joined[r]);
       }

@@ -340,11 +340,10 @@ SPARSE_ATTN_INLINE void transpose_blocks(Floats* x) {
   x[1] = (Floats)_mm512_shuffle_f32x4(a, c, 0xdd);
   x[2] = (Floats)_mm512_shuffle_f32x4(b, d, 0x88);
   x[3] = (Floats)_mm512_shuffle_f32x4(b, d, 0xdd);
-#elif defined(__AVX2__)
-  const __m256 a = _mm256_permute2f128_ps((__m256)x[0], (__m256)x[1], 0x20);
-  const __m256 b = _mm256_permute2f128_ps((__m256)x[0], (__m256)x[1], 0x31);
-  x[0] = (Floats)a;
-  x[1] = (Floats)b;
+#elif defined(__AVX2__) || defined(SPARSE_ATTN_SVE)
+  const Floats first = x[0];
+  x[0] = __builtin_shufflevector(first, x[1], 0, 1, 2, 3, 8, 9, 10, 11);
+  x[1] = __builtin_shufflevector(first, x[1], 4, 5, 6, 7, 12, 13, 14, 15);
 #else
   (void)x;  // of a single block
 #endif
