@@ -235,3 +235,45 @@ def test_entries_past_the_page_table(threads: int) -> None:
     assert len(set(chosen)) == 3 and set(chosen) <= set(range(40, 48))
     wide = dict(kwargs, candidate_block=(1 << 31) - 1)
     assert run(args, wide, threads).counts.item() == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("score", ["relu_sum", "dot"])
+@pytest.mark.parametrize("dim", [128, 50, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_heads_that_fill_vectors_and_scaled_keys(dtype: torch.dtype, dim: int, score: str, threads: int) -> None:
+    """Two rows and two lists of heads, and scales of either sign, which come out of no ReLU, of zero and NaN."""
+    g = torch.Generator().manual_seed(2)
+    length, pages, heads = 700, 50, 64
+    keys = torch.randint(-128, 128, (pages, 16, 1, dim), generator=g, dtype=torch.int8)
+    key_scale = (torch.rand(pages, 16, 1, generator=g) - 0.2).half()
+    table = torch.randperm(pages, generator=g).int()[None]
+    key_scale[table[0, 3].long(), 5] = NAN
+    key_scale[table[0, 4].long(), :3] = 0
+    weights = torch.randn(2, heads, generator=g)
+    q_scale = (torch.rand(2, heads, generator=g) - 0.2).half()
+    if dtype == torch.int8:
+        q = torch.randint(-128, 128, (2, heads, dim), generator=g, dtype=torch.int8)
+        numbers = q.double() * q_scale.double()[..., None]
+    else:
+        q = torch.randn(2, heads, dim, generator=g).to(dtype)
+        numbers = q.double()
+    places = table[0].long()
+    seen = (keys[places].double() * key_scale[places].double()[..., None]).flatten(0, 2)[:length]
+    products = torch.einsum("thd,nd->thn", numbers, seen)
+    terms = weights.double()[..., None] * (products.relu() if score == "relu_sum" else products)
+    expected = (terms.view(2, 2, heads // 2, -1).sum(2) / 8).nan_to_num(-INF, INF, -INF)
+    expected[0, :, -1] = -INF
+    size = (terms.abs().view(2, 2, heads // 2, -1).sum(2) / 8).nan_to_num(0)
+    options: dict[str, Any] = dict(
+        q_scale=q_scale if dtype == torch.int8 else None, key_scale=key_scale, format="int8_index_h", score=score
+    )
+    options |= dict(out_heads=2, order="index", return_values=True)
+    starts, lens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    selected = run((q, weights, starts, lens, keys, table, length, 1 / 8, 2, length), options, threads)
+    for t in range(2):
+        for o in range(2):
+            chosen = selected.indices[t, o, : int(selected.counts[t, o])].long()
+            assert chosen.tolist() == (expected[t, o] > -INF).nonzero()[:, 0].tolist()
+            error = (selected.values[t, o, : len(chosen)].double() - expected[t, o, chosen]).abs()
+            assert bool((error <= 1e-6 * size[t, o, chosen] + 1e-6).all())

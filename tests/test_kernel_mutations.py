@@ -23,6 +23,7 @@ import pytest
 import test_attend
 import test_attend_formats
 import test_compressions
+import test_cpu_native_select
 import test_formats
 import test_merge
 import test_mutations
@@ -153,6 +154,10 @@ FAULTS = [
     ("negative zero below zero", "best.h", "bits_of(score + 0.0f)", "bits_of(score)", SELECT),
     ("threshold taken again", "best.h", "score > best->threshold", "score >= best->threshold", SELECT),
     ("a buffer is cut too far", "best_cut.h", "best->size, last, UINT64_MAX", "best->size, last + 1, UINT64_MAX", SELECT),
+    ("a negative scale comes out of a ReLU", "select_kernel.h", "if (!others) continue;", "continue;", SELECT),
+    ("scales of heads dropped", "select_kernel.h", "converted[d] *= q_scales_[lane]", "converted[d] *= 1", SELECT),
+    ("places left out between two threads", "select_schedule.h", "__ATOMIC_RELAXED);", "__ATOMIC_RELAXED) + kTile;",
+     SELECT),
     ("no ReLU", "select_kernel.h", "max(Floats{}, x), sum", "x, sum", SELECT),
     ("rows of a block share a range", "select_kernel.h", "block_.row[r].places;", "block_.places;", SELECT),
     ("products are not rounded", "select_products.h", "store(to + j, round_to_bf16(load(to + j)));", ";", SELECT),
@@ -364,6 +369,8 @@ def probe_select() -> None:
     lists = dict(k=5, score="dot", out_heads=2, candidates="", candidate_heads=2)
     test_select.check(impl, test_select.Batch(lists, 4, 2, True, [90], [2]))
     test_select.test_zeros_of_either_sign_are_equal(impl)
+    for dtype in (torch.float32, torch.int8):
+        test_cpu_native_select.test_heads_that_fill_vectors_and_scaled_keys(dtype, 50, "relu_sum", 3)
     test_select.test_a_nan_in_one_block_leaves_the_others(impl)
     twice = torch.tensor([[[1, 1]]], dtype=torch.int32)
     args, kwargs = test_select.simple(torch.arange(40.0), 9, candidates=twice)

@@ -64,7 +64,7 @@ class SelectKeys {
         if (p_.keys.group > 0) {
           const int32_t groups = p_.keys.k_scale.dim;
           const GroupScales scales(group_scales_ + i * groups, groups, p_.keys.group);
-          scale(rows_[from + i], scales, tile.place[from + i], key_head, converted);
+          scale(rows_[from + i], scales, tile.place[from + i], converted);
         }
       }
       rows_[from + i] = reinterpret_cast<const char*>(converted);
@@ -179,15 +179,13 @@ class SelectKeys {
   void convert(const char* row, const Place& place, int64_t key_head, float* to) const {
     const PlaneParams& keys = p_.keys;
     if (keys.group == 0) return convert_row(keys.k.type, row, keys.k.dim, to);
-    scale(row,
-          GroupScales(keys.k_scale.type, at(keys.k_scale, place, key_head), keys.k_scale.dim,
-                      keys.group),
-          place, key_head, to);
+    const GroupScales scales(keys.k_scale.type, at(keys.k_scale, place, key_head), keys.k_scale.dim,
+                             keys.group);
+    scale(row, scales, place, to);
   }
 
   template <class To>
-  void scale(const char* row, const GroupScales& scales, const Place& place, int64_t key_head,
-             To* to) const {
+  void scale(const char* row, const GroupScales& scales, const Place& place, To* to) const {
     const PlaneParams& keys = p_.keys;
     scale_row(keys.k.type, row, keys.k.dim, scales, to);
     if (keys.rope.dim == 0) return;
