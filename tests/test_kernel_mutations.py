@@ -153,7 +153,7 @@ FAULTS = [
      SELECT),
     ("negative zero below zero", "best.h", "bits_of(score + 0.0f)", "bits_of(score)", SELECT),
     ("threshold taken again", "best.h", "score > best->threshold", "score >= best->threshold", SELECT),
-    ("a buffer is cut too far", "best_cut.h", "best->size, last, UINT64_MAX", "best->size, last + 1, UINT64_MAX", SELECT),
+    ("a buffer is cut too far", "best_cut.h", "last, UINT64_MAX", "last + 1, UINT64_MAX", SELECT),
     ("a negative scale comes out of a ReLU", "select_kernel.h", "if (!others) continue;", "continue;", SELECT),
     ("scales of heads dropped", "select_kernel.h", "converted[d] *= q_scales_[lane]", "converted[d] *= 1", SELECT),
     ("places left out between two threads", "select_schedule.h", "__ATOMIC_RELAXED);", "__ATOMIC_RELAXED) + kTile;",
