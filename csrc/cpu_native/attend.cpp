@@ -222,13 +222,16 @@ class Call {
     return rows * ((heads_per_group(p_) + head_parts_ - 1) / head_parts_);
   }
 
-  // Item i: groups and their parts vary fastest, so that threads share the pages of neighbours.
+  // Item i, in the order in which caches serve it best. Where rows with lists, or one row of each
+  // sequence, are attended, neighbours are groups and their parts: their rows share pages of
+  // memory. Where many rows of a sequence attend ranges, neighbours are its rows: they read the
+  // same keys.
   bool make_block(int64_t item, Block* block) const {
-    const int32_t per_rows = groups(p_) * head_parts_;
-    const Rows& rows =
-        rows_[rows_.size() - 1 - static_cast<size_t>(item / per_rows)];  // long ones first
-    const int32_t group = static_cast<int32_t>(item % per_rows) / head_parts_;
-    const int32_t part = static_cast<int32_t>(item % per_rows) % head_parts_;
+    const int64_t places = static_cast<int64_t>(rows_.size()), parts = groups(p_) * head_parts_;
+    const int64_t place = by_group_ ? item % places : item / parts;
+    const int32_t part_of_all = static_cast<int32_t>(by_group_ ? item / places : item % parts);
+    const Rows& rows = rows_[static_cast<size_t>(places - 1 - place)];  // long ones first
+    const int32_t group = part_of_all / head_parts_, part = part_of_all % head_parts_;
     const int32_t heads = heads_per_group(p_);
     const int32_t first = heads * part / head_parts_;
     block->sequence = rows.sequence;
@@ -316,6 +319,8 @@ class Call {
   const Kernels& kernels_;
   const std::vector<Rows> rows_;
   const int32_t threads_;
+  const bool by_group_ =
+      !p_.main.listed && !p_.window.listed && static_cast<int64_t>(rows_.size()) > p_.batch;
   int32_t head_parts_ = 1;
   std::atomic<bool> failed_{false};
 };

@@ -141,6 +141,18 @@ struct KeyParts {
   int32_t dim[2];
 };
 
+// Rows of a tile outside which some lanes see none.
+struct Bounds {
+  int32_t low, high;
+
+  void add(Bounds other) {
+    if (other.low < low) low = other.low;
+    if (other.high > high) high = other.high;
+  }
+
+  bool meet(int32_t begin, int32_t end) const { return low < end && begin < high; }
+};
+
 // Attends chunks of one block of lanes.
 template <class Mode>
 class Attention {
@@ -168,6 +180,7 @@ class Attention {
     alpha_ = carver->take<float>(shape_.padded_lanes);
     low_ = carver->take<int32_t>(shape_.padded_lanes);
     high_ = carver->take<int32_t>(shape_.padded_lanes);
+    bounds_ = carver->take<Bounds>(lane_groups());
     scores_ = carver->take<float>(kTile * shape_.padded_lanes);
     q_rows_ = carver->take<float>(p.q_format == Mode::kFormat ? 0 : kWidth * p.qk_dim);
     main_parts_ = {{p.qk_dim - shape_.rope_dim, shape_.rope_dim}};
@@ -233,6 +246,9 @@ class Attention {
   static constexpr int64_t kElement = sizeof(Element);
 
   static bool converts(const PagedRows& rows) { return rows.dim > 0 && rows.type != Mode::kType; }
+
+  // Groups of kPvLanes lanes.
+  int64_t lane_groups() const { return (shape_.padded_lanes + kPvLanes - 1) / kPvLanes; }
 
   // Steps of four bytes that elements of a key or query take.
   static int64_t steps(int32_t dim) { return (dim + Mode::kGroup - 1) / Mode::kGroup; }
@@ -367,6 +383,7 @@ class Attention {
     const char* const* v =
         plane.v.dim > 0 ? native(tile, plane.v, tile.v, v_buffer_, converted_v) : k;
 
+    if (few_ || tile.mixed()) bound_lanes(tile);
     multiply_keys(tile, k, parts, 0, q);
     const float scale = static_cast<float>(p_.scale * 1.44269504088896341);
     const bool apart =
@@ -409,6 +426,10 @@ class Attention {
       for (int64_t lane = 0; lane < shape_.padded_lanes;) {
         if (!drips_) prefetcher_.step();
         const int64_t width = panel_lanes(lane);
+        if (tile.mixed() && !bounds_of(lane, lane + width).meet(n, n + kQkRows)) {
+          lane += width;  // the softmax hides what is there
+          continue;
+        }
         const float* panel = q + lane * all_steps + (part == 1 ? steps(parts.dim[0]) * width : 0);
         float* s = scores_ + n * shape_.padded_lanes + lane;
         if (width == kPanel) {
@@ -457,7 +478,6 @@ class Attention {
   }
 
   void softmax(const Tile& tile, const Partial& into) {
-    if (few_ || tile.mixed()) bound_lanes(tile);
     if (few_) {
       for (int32_t lane = 0; lane < shape_.lanes; ++lane) {
         const LaneState state = {into.maximum + lane, into.sum + lane, alpha_ + lane};
@@ -477,17 +497,28 @@ class Attention {
     }
   }
 
-  // Rows of the tile that each lane sees.
+  // Rows of the tile that each lane sees, and each group of lanes.
   void bound_lanes(const Tile& tile) {
     for (int64_t lane = 0; lane < shape_.padded_lanes; ++lane) low_[lane] = high_[lane] = 0;
+    for (int64_t i = 0; i < lane_groups(); ++i) bounds_[i] = {kTile, 0};
     for (int32_t r = 0; r < block_.rows; ++r) {
       const RowBits bits = seen_by_row(tile, r);
       if (!bits) continue;
-      for (int32_t lane = r * block_.heads; lane < (r + 1) * block_.heads; ++lane) {
-        low_[lane] = first_of(bits);
-        high_[lane] = end_of(bits);
+      const Bounds bounds = {first_of(bits), end_of(bits)};
+      const int32_t begin = r * block_.heads, end = begin + block_.heads;
+      for (int32_t lane = begin; lane < end; ++lane) {
+        low_[lane] = bounds.low;
+        high_[lane] = bounds.high;
       }
+      for (int32_t i = begin / kPvLanes; i <= (end - 1) / kPvLanes; ++i) bounds_[i].add(bounds);
     }
+  }
+
+  // Rows of a mixed tile outside which no lane of [begin, end) sees one.
+  Bounds bounds_of(int64_t begin, int64_t end) const {
+    Bounds bounds = bounds_[begin / kPvLanes];
+    for (int64_t i = begin / kPvLanes + 1; i <= (end - 1) / kPvLanes; ++i) bounds.add(bounds_[i]);
+    return bounds;
   }
 
   RowBits seen_by_row(const Tile& tile, int32_t r) const {
@@ -565,8 +596,11 @@ class Attention {
   template <int kLanes, Values kValues = Values::kRows>
   void multiply_lanes(const Tile& tile, const char* const* rows, int64_t offset, float* o,
                       int32_t lane) {
-    const int begin = tile.first / Mode::kGroup,
-              end = (tile.last + Mode::kGroup - 1) / Mode::kGroup;
+    // Later lanes find all values kept, whatever the first of them see.
+    const bool all = kValues == Values::kRowsToKeep || !tile.mixed();
+    const Bounds bounds = all ? Bounds{tile.first, tile.last} : bounds_of(lane, lane + kLanes);
+    const int begin = bounds.low / Mode::kGroup,
+              end = (bounds.high + Mode::kGroup - 1) / Mode::kGroup;
     float* to = o + lane * kPanel;
     if (few_) {
       pv<Mode, kLanes, true, kValues>(scores_ + lane * kTile, kTile, rows, offset, begin, end,
@@ -593,6 +627,7 @@ class Attention {
   float* factors_;
   float* alpha_;
   int32_t *low_, *high_;
+  Bounds* bounds_;  // of kPvLanes lanes each
   float* scores_;
   float* q_rows_;
   KeyParts main_parts_, window_parts_;
