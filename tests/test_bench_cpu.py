@@ -12,7 +12,7 @@ import torch
 from sparse_attn import bench
 
 main = bench.load("cpu").main
-from cpu import attend, calls, compress, merge, report, rows, select, suite  # noqa: E402 (its folder is found now)
+from cpu import attend, calls, compress, expanded, merge, report, rows, select, suite  # noqa: E402 (its folder is found now)
 from cpu.timing import OURS, Case, Time, measure  # noqa: E402
 
 SMALL = {
@@ -60,6 +60,13 @@ def test_peers_of_other_ops():
     merge.make_merge(2, torch.bfloat16).check()
     compress.make(compress.SHAPES[-1], "decode, batch 64").check()
     assert calls.make().functions[OURS](0).shape == (1, 1, 64)
+
+
+@pytest.mark.parametrize("rows", [256, 64])
+def test_a_prompt_of_latents_is_the_same_expanded_and_absorbed(rows):
+    case = expanded.make(4, 256, rows)
+    assert (attend.DENSE in case.functions) == (rows == 256)
+    case.check()
 
 
 def test_a_peer_that_computes_something_else_is_noticed():

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from . import attend, calls, compress, engines, machine, merge, report, rows, select
+from . import attend, calls, compress, engines, expanded, machine, merge, report, rows, select
 from .engines import ik_llama, sglang, vllm
 from .timing import OURS, Case, Time, measure
 
@@ -137,6 +137,14 @@ def plans(compiled: bool) -> Iterator[Plan]:
         yield Plan(group, make, 0.88, {BEST: 1.5, sglang.ATTEND: 1.5}, quick=heads == 16)
     yield Plan(group, partial(attend.make, attend.latent(128, 8192, rows=4096), 1, peers=False), 0.88)
     yield Plan(group, partial(attend.make, replace(attend.SMOLLM, context=2048, selected=0, rows=2048), 1))
+
+    group = "Prompts of latents, expanded"
+    for heads, context in ((128, 1024), (16, 1024), (16, 2048)):
+        make = partial(expanded.make, heads, context, context)
+        yield Plan(group, make, quick=(heads, context) == (16, 1024))
+    for heads in (128, 16):
+        for context in (2048, 4096, 8192):
+            yield Plan(group, partial(expanded.make, heads, context, 64))
 
     group = "Rows"
     for format in rows.ENCODE:
