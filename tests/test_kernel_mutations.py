@@ -158,6 +158,8 @@ FAULTS = [
     ("negative zero below zero", "best.h", "bits_of(score + 0.0f)", "bits_of(score)", SELECT),
     ("threshold taken again", "best.h", "score > best->threshold", "score >= best->threshold", SELECT),
     ("a buffer is cut too far", "best_cut.h", "last, UINT64_MAX", "last + 1, UINT64_MAX", SELECT),
+    ("equal scores of lower numbers left out", "select_merge.cpp", "std::nextafter(best.threshold, -INFINITY)",
+     "best.threshold", SELECT_MERGE),
     ("a negative scale comes out of a ReLU", "select_kernel.h", "if (!others) continue;", "continue;", SELECT),
     ("scales of heads dropped", "select_kernel.h", "converted[d] *= q_scales_[lane]", "converted[d] *= 1", SELECT),
     ("places left out between two threads", "select_schedule.h", "__ATOMIC_RELAXED);", "__ATOMIC_RELAXED) + kTile;",
@@ -345,6 +347,7 @@ def probe_select_merge() -> None:
     for order in ("index", "score"):
         torch.manual_seed(0)
         test_select_merge.test_hostile_values(impl, order)
+        test_select_merge.test_equal_scores_beyond_a_buffer(impl, order)
 
 
 def probe_packed() -> None:

@@ -124,6 +124,20 @@ def test_hostile_values(select_merge_impl, order: str) -> None:
             assert torch.equal(*sorted_values)
 
 
+@pytest.mark.parametrize("order", ["index", "score"])
+def test_equal_scores_beyond_a_buffer(select_merge_impl, order: str) -> None:
+    """Many candidates of few scores, those of later shards with lower numbers; and the same candidates again."""
+    indices = torch.rand(5, 2, 1, 500).argsort(-1).int()
+    values = torch.randint(0, 3, indices.shape).float()
+    offsets = torch.arange(4, -1, -1).int()[:, None].expand(-1, 2) * 500
+    for again in (1, 2):
+        args = (indices.repeat(again, 1, 1, 1), values.repeat(again, 1, 1, 1), offsets.repeat(again, 1), 130)
+        merged = sparse_attn.select_merge(*args, order=order, backend=select_merge_impl.backend)
+        expected = sparse_attn.select_merge(*args, order=order, backend="reference")
+        for x, y in zip(merged[:3], expected[:3], strict=True):
+            assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3), (2, 0, 1, 3), (2, 2, 1, 0)])
 def test_nothing_to_merge(shape: tuple[int, ...], select_merge_impl) -> None:
     indices, values = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)

@@ -145,7 +145,7 @@ def _merge(a: Merge, out: Tensor, lse: Tensor) -> None:
 
 
 def _select_merge(a: SelectMerge, indices: Tensor, counts: Tensor, values: Tensor) -> None:
-    _native().select_merge(a, indices, counts, values, torch.get_num_threads())
+    _native().select_merge(a, indices, counts, values, *_machine())
 
 
 def _past(op: str, name: str, paging: tuple[int, int, int], slot: int) -> InvalidCall:

@@ -32,8 +32,8 @@ inline int64_t copy_between(const uint64_t* from, int64_t size, uint64_t low, ui
   return count;
 }
 
-// The `count`-th largest of different ranks. Those that it lies among are narrowed down by a sample
-// of them, which is likely to have one near it.
+// The `count`-th largest of some ranks. Those that it lies among are narrowed down by a sample of
+// them, which is likely to have one near it.
 inline uint64_t find_last(const uint64_t* ranks, int64_t size, int64_t count, uint64_t* spare) {
   constexpr int kSamples = 16, kFew = 64, kMostPasses = 24;
   const uint64_t* from = ranks;
@@ -46,14 +46,17 @@ inline uint64_t find_last(const uint64_t* ranks, int64_t size, int64_t count, ui
       sample[at] = rank;
     }
     const uint64_t pivot = sample[(count - 1) * kSamples / size];
-    int64_t above = 0;
-    for (int64_t i = 0; i < size; ++i) above += from[i] > pivot;
-    if (count == above + 1) return pivot;
+    int64_t above = 0, from_pivot = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      above += from[i] > pivot;
+      from_pivot += from[i] >= pivot;
+    }
+    if (count > above && count <= from_pivot) return pivot;
     if (count <= above) {
       size = copy_between(from, size, pivot + 1, UINT64_MAX, spare);
     } else {
       size = copy_between(from, size, 0, pivot - 1, spare);
-      count -= above + 1;
+      count -= from_pivot;
     }
   }
   if (from == ranks) memcpy(spare, ranks, static_cast<size_t>(size) * sizeof(*ranks));
@@ -63,8 +66,17 @@ inline uint64_t find_last(const uint64_t* ranks, int64_t size, int64_t count, ui
 // Leaves the `count` best. `spare` has as many words as the buffer.
 inline void cut(Best* best, uint64_t* spare) {
   if (best->size <= best->count) return;
-  const uint64_t last = find_last(best->ranks, best->size, best->count, spare);
-  best->size = copy_between(best->ranks, best->size, last, UINT64_MAX, best->ranks);
+  uint64_t* const ranks = best->ranks;
+  const uint64_t last = find_last(ranks, best->size, best->count, spare);
+  const int64_t size = copy_between(ranks, best->size, last, UINT64_MAX, ranks);
+  for (int64_t i = 0, kept = 0, surplus = size - best->count; surplus > 0; ++i) {
+    const bool dropped = ranks[i] == last;  // as good as another
+    ranks[kept] = ranks[i];
+    kept += !dropped;
+    surplus -= dropped;
+    if (surplus == 0) memmove(ranks + kept, ranks + i + 1, static_cast<size_t>(size - i - 1) * 8);
+  }
+  best->size = best->count;
   best->threshold = score_of(last);
 }
 
@@ -97,6 +109,11 @@ inline void add(Best* best, const float* scores, const int64_t* numbers, uint32_
     best->ranks[best->size++] = ranked(scores[lane], numbers[lane]);
   }
 #endif
+}
+
+// Takes kBestStep scores that exceed the threshold.
+inline void add_step(Best* best, const float* scores, const int64_t* numbers) {
+  for (int i = 0; i < kBestStep; i += kWidth) add(best, scores + i, numbers + i, UINT32_MAX);
 }
 
 // Takes what another has taken of other numbers. They no longer ascend.

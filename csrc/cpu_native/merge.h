@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "../common/layout.h"
+#include "isa.h"
 
 namespace sparse_attn {
 
@@ -50,6 +51,7 @@ struct SelectMergeParams {
   int32_t* counts = nullptr;
   float* values = nullptr;
   int32_t threads = 1;
+  Isa isa = Isa::kPortable;
 };
 
 void select_merge(const SelectMergeParams& p);

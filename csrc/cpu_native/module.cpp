@@ -112,9 +112,11 @@ PYBIND11_MODULE(_cpu_native, m) {
 
   m.def(
       "select_merge",
-      [](py::handle call, py::handle indices, py::handle counts, py::handle values, int threads) {
+      [](py::handle call, py::handle indices, py::handle counts, py::handle values, int threads,
+         int isa) {
         SelectMergeParams p = select_merge_params(call, indices, counts, values);
         p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
         py::gil_scoped_release release;
         select_merge(p);
       },

@@ -619,7 +619,8 @@ bool score(const SelectParams& p, const SelectBlock& block, int32_t first_list, 
 }  // namespace SPARSE_ATTN_ISA
 
 extern const SelectKernels SPARSE_ATTN_SELECT_KERNELS = {
-    SPARSE_ATTN_ISA::sizes, SPARSE_ATTN_ISA::clear, SPARSE_ATTN_ISA::sum, SPARSE_ATTN_ISA::merge,
-    SPARSE_ATTN_ISA::score, SPARSE_ATTN_ISA::cut,   SPARSE_ATTN_ISA::join};
+    SPARSE_ATTN_ISA::sizes,    SPARSE_ATTN_ISA::clear, SPARSE_ATTN_ISA::sum,
+    SPARSE_ATTN_ISA::merge,    SPARSE_ATTN_ISA::score, SPARSE_ATTN_ISA::cut,
+    SPARSE_ATTN_ISA::add_step, SPARSE_ATTN_ISA::join};
 
 }  // namespace sparse_attn

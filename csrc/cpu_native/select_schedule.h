@@ -117,6 +117,7 @@ struct SelectKernels {
 
   // See best_cut.h.
   void (*cut)(Best* best, uint64_t* spare);
+  void (*add_step)(Best* best, const float* scores, const int64_t* numbers);
   void (*join)(Best* best, const Best& other, uint64_t* spare);
 };
 
