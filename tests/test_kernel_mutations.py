@@ -42,7 +42,7 @@ SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.c
 SOURCES += ("compress.cpp", "compress_portable.cpp", "entry.cpp", "entry_portable.cpp", "merge.cpp", "select_merge.cpp")
 SOURCES += ("select_rows.cpp", "select_lists.cpp")
 SOURCES += ("limits.cpp", "limits_portable.cpp", "parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
-ISAS = {"x86_64": ("Avx2", "Avx512", "Avx512Bf16"), "aarch64": ("NeonBf16", "Sve256Bf16")}
+ISAS = {"x86_64": ("Avx2", "Avx512", "Avx512Bf16", "AmxBf16"), "aarch64": ("NeonBf16", "Sve256Bf16")}
 OTHER_ISAS = "".join(
     f"extern const Kernels k{isa}Kernels = {{}}; extern const SelectKernels k{isa}SelectKernels = {{}};"
     f"extern const CompressEntry k{isa}Compress = nullptr; extern const RowKernels k{isa}RowKernels = {{}};"

@@ -6,6 +6,9 @@
 
 #include "convert.h"
 #include "softmax.h"
+#if defined(__AMX_BF16__)
+#include "attend_amx.h"
+#endif
 
 namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
@@ -170,11 +173,13 @@ class Attention {
       : p_(p),
         block_(block),
         shape_(p, lanes_of(block)),
-        fours_((p.main.listed || p.window.listed) && shape_.lanes <= kFoursLanes),
-        few_(shape_.lanes <= kFewLanes),
-        drips_(shape_.lanes <= kPanel) {
+        fours_(!kAmx && (p.main.listed || p.window.listed) && shape_.lanes <= kFoursLanes),
+        few_(!kAmx && shape_.lanes <= kFewLanes),
+        drips_(shape_.lanes <= kPanel),
+        amx_(shape_.padded_lanes, carver) {
     const int64_t row = p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim;
-    zeros_ = carver->take<char>(4 * row + kBytes);
+    zero_bytes_ = 4 * (row > shape_.padded_lanes ? row : shape_.padded_lanes) + kBytes;
+    zeros_ = carver->take<char>(zero_bytes_);
     for (Tile*& tile : tiles_) tile = carver->take<Tile>(1);
     factors_ = carver->take<float>(kTile);
     alpha_ = carver->take<float>(shape_.padded_lanes);
@@ -189,9 +194,10 @@ class Attention {
     if (p.window.given && shape_.rope_dim > 0)
       q_window_ = carver->take<float>(packed_floats(window_parts_));
     const int64_t ld = round_up(row, kPanel);
-    k_buffer_ = carver->take<Element>(converts(p.main.k) || converts(p.window.k) ? kTile * ld : 0);
+    k_buffer_ =
+        carver->take<Element>(copies_keys(p.main.k) || copies_keys(p.window.k) ? kTile * ld : 0);
     rope_buffer_ =
-        carver->take<Element>(rope_is_apart(p.main) && converts(p.main.rope) ? kTile * ld : 0);
+        carver->take<Element>(rope_is_apart(p.main) && copies_keys(p.main.rope) ? kTile * ld : 0);
     v_buffer_ = carver->take<Element>(converts(p.main.v) ? kTile * ld : 0);
     v_rest_ = carver->take<Element>(kTile * kPanel);
     kept_ = carver->take<float>(kTile / Mode::kGroup * kPanel);
@@ -201,7 +207,8 @@ class Attention {
 
   // See Kernels::attend.
   bool run(int64_t begin, int64_t end, float* partials) {
-    memset(zeros_, 0, static_cast<size_t>(4 * (p_.qk_dim > p_.v_dim ? p_.qk_dim : p_.v_dim)));
+    [[maybe_unused]] const typename Mode::Registers registers;
+    memset(zeros_, 0, static_cast<size_t>(zero_bytes_));
     for (Tile* tile : tiles_) tile->init(zeros_);
     TileStream stream(p_, block_, begin, end, zeros_);
     Tile *tile = tiles_[0], *next = tiles_[1];
@@ -244,14 +251,23 @@ class Attention {
   typedef typename Mode::Element Element;
 
   static constexpr int64_t kElement = sizeof(Element);
+  static constexpr bool kAmx = Mode::kAmx;
+  typedef typename Mode::Products Products;
 
   static bool converts(const PagedRows& rows) { return rows.dim > 0 && rows.type != Mode::kType; }
 
   // Groups of kPvLanes lanes.
   int64_t lane_groups() const { return (shape_.padded_lanes + kPvLanes - 1) / kPvLanes; }
 
-  // Steps of four bytes that elements of a key or query take.
-  static int64_t steps(int32_t dim) { return (dim + Mode::kGroup - 1) / Mode::kGroup; }
+  // Tile registers take keys from one buffer.
+  static bool copies_keys(const PagedRows& rows) {
+    return converts(rows) || (kAmx && rows.dim > 0);
+  }
+
+  // Steps of four bytes that elements of a key or query take; whole registers of them.
+  static int64_t steps(int32_t dim) {
+    return round_up((dim + Mode::kGroup - 1) / Mode::kGroup, Mode::kSteps);
+  }
 
   // Vectors of lanes of `qk_fours`.
   int vectors_of_fours() const {
@@ -293,7 +309,7 @@ class Attention {
   void pack(const KeyParts& parts, float* q) {
     if (fours_) return pack_fours(parts, q);
     const int64_t all_steps = steps(parts.dim[0]) + steps(parts.dim[1]);
-    if (few_) memset(q, 0, static_cast<size_t>(packed_floats(parts)) * 4);
+    if (few_ || kAmx) memset(q, 0, static_cast<size_t>(packed_floats(parts)) * 4);
     for (int32_t lane = 0; lane < shape_.padded_lanes; lane += kWidth) {
       const char* rows[kWidth];
       for (int i = 0; i < kWidth; ++i)
@@ -327,41 +343,60 @@ class Attention {
     return reinterpret_cast<const char*>(to);
   }
 
-  // Rows of a tile in the mode's type: in place where they have it, else in `buffer`.
+  // Rows of a tile in the mode's type: in place, or in `buffer` if it `copies`.
   const char* const* native(const Tile& tile, const PagedRows& rows, const char* const* in_place,
-                            Element* buffer, const char** converted) {
-    if (rows.type == Mode::kType) return in_place;
-    return convert(tile, buffer, converted,
+                            bool copies, Element* buffer, const char** converted) {
+    if (!copies) return in_place;
+    return convert(tile, rows.dim, buffer, converted,
                    [&](int n, Element* to) { convert_row(rows.type, in_place[n], rows.dim, to); });
   }
 
   // The same of keys but for what is apart.
   const char* const* native_keys(const Tile& tile, const char** converted) {
     const PlaneParams& plane = *tile.plane;
-    if (plane.group == 0) return native(tile, plane.k, tile.k, k_buffer_, converted);
-    return convert(tile, k_buffer_, converted, [&](int n, Element* to) {
-      const GroupScales scales(plane.k_scale.type, tile.scales[n], plane.k_scale.dim, plane.group);
-      scale_row(plane.k.type, tile.k[n], plane.k.dim, scales, to);
-      if (plane.rope.dim > 0)
-        convert_row(plane.rope.type, tile.rope[n], plane.rope.dim, to + plane.k.dim);
-    });
+    if (plane.group == 0)
+      return native(tile, plane.k, tile.k, copies_keys(plane.k), k_buffer_, converted);
+    return convert(tile, plane.k.dim + plane.rope.dim, k_buffer_, converted,
+                   [&](int n, Element* to) {
+                     const GroupScales scales(plane.k_scale.type, tile.scales[n], plane.k_scale.dim,
+                                              plane.group);
+                     scale_row(plane.k.type, tile.k[n], plane.k.dim, scales, to);
+                     if (plane.rope.dim > 0)
+                       convert_row(plane.rope.type, tile.rope[n], plane.rope.dim, to + plane.k.dim);
+                   });
   }
 
+  // `dim` elements of each seen row. Tile registers take all rows from the buffer, filled up with
+  // zeros.
   template <class Convert>
-  const char* const* convert(const Tile& tile, Element* buffer, const char** converted,
+  const char* const* convert(const Tile& tile, int32_t dim, Element* buffer, const char** converted,
                              const Convert& convert_to) {
     for (int n = 0; n < kTile + kPad; ++n) converted[n] = zeros_;
-    for (int n = tile.first; n < tile.last; ++n) {
-      if (!(tile.seen >> n & 1)) continue;
+    int first = tile.first, last = tile.last;
+    if constexpr (kAmx) {
+      first = Products::first_row(tile);
+      last = Products::end_row(tile);
+    }
+    for (int n = first; n < last; ++n) {
+      const bool seen = tile.seen >> n & 1;
+      if (!seen && !kAmx) continue;
       Element* to = buffer + n * buffer_ld_;
-      convert_to(n, to);
+      if (seen) convert_to(n, to);
+      if (kAmx) fill_up(to, seen ? dim : 0, dim);
       converted[n] = reinterpret_cast<const char*>(to);
     }
     return converted;
   }
 
+  // Zeros from element `from` on, to the end of the last register.
+  static void fill_up(Element* row, int32_t from, int32_t dim) {
+    const int64_t end = steps(dim) * Mode::kGroup;
+    memset(row + from, 0, static_cast<size_t>((end - from) * kElement));
+  }
+
   // Steps of the prefetcher in a tile: those of its loops, or calls of loops.
   int64_t fetches(const Tile& tile) const {
+    if constexpr (kAmx) return amx_.fetches(tile, steps(p_.qk_dim), shape_.panels);
     const int64_t rows = tile.last - tile.first;
     const int64_t values = shape_.panels * ((shape_.lanes + kPvLanes - 1) / kPvLanes);
     if (!drips_) return (rows / kQkRows + 1) * (shape_.padded_lanes / kPanel + 1) + values;
@@ -381,7 +416,8 @@ class Attention {
     const char* converted_v[kTile + kPad];
     const char* const* k = native_keys(tile, converted_k);
     const char* const* v =
-        plane.v.dim > 0 ? native(tile, plane.v, tile.v, v_buffer_, converted_v) : k;
+        plane.v.dim > 0 ? native(tile, plane.v, tile.v, converts(plane.v), v_buffer_, converted_v)
+                        : k;
 
     if (few_ || tile.mixed()) bound_lanes(tile);
     multiply_keys(tile, k, parts, 0, q);
@@ -390,11 +426,13 @@ class Attention {
         rope_is_apart(plane) && plane.k_scale.dim > 0;  // the scale is not the rope part's
     if (apart) scale_scores(tile);
     if (rope_is_apart(plane)) {
-      multiply_keys(tile, native(tile, plane.rope, tile.rope, rope_buffer_, converted_rope), parts,
-                    1, q);
+      const char* const* rope = native(tile, plane.rope, tile.rope, copies_keys(plane.rope),
+                                       rope_buffer_, converted_rope);
+      multiply_keys(tile, rope, parts, 1, q);
     }
     for (int n = 0; n < kTile; ++n) factors_[n] = apart ? scale : scale * tile.k_scale[n];
     softmax(tile, into);
+    if constexpr (kAmx) amx_.take(tile, scores_, zeros_);
     multiply_values(tile, v, into);
   }
 
@@ -418,6 +456,17 @@ class Attention {
       if (part == 1) q += steps(parts.dim[0]);
       for (int n = tile.first / kWidth * kWidth; n < tile.last; n += kWidth) {
         multiply_few(rows + n, dim, q, all_steps, part == 1, scores_ + n);
+      }
+      return;
+    }
+    if constexpr (kAmx) {
+      const int64_t bytes = buffer_ld_ * kElement;
+      const char* keys = rows[tile.first] - tile.first * bytes;  // a buffer
+      for (int64_t lane = 0; lane < shape_.padded_lanes; lane += panel_lanes(lane)) {
+        const int64_t width = panel_lanes(lane);
+        const float* panel = q + lane * all_steps + (part == 1 ? steps(parts.dim[0]) * width : 0);
+        amx_.multiply_keys(tile, keys, bytes, panel, width, steps(dim), part == 1, scores_ + lane,
+                           prefetcher_);
       }
       return;
     }
@@ -572,6 +621,8 @@ class Attention {
 
   void multiply_panel(const Tile& tile, const char* const* rows, int64_t offset, float* o,
                       int32_t lane, int32_t end) {
+    if constexpr (kAmx)
+      return amx_.multiply_panel(tile, rows, offset, lane, end, alpha_, o, prefetcher_);
     if (Mode::kGroup > 1 && lane + 2 * kPvLanes <= end) {
       multiply_lanes<kPvLanes, Values::kRowsToKeep>(tile, rows, offset, o, lane);
       for (lane += kPvLanes; lane + kPvLanes <= end; lane += kPvLanes)
@@ -622,6 +673,8 @@ class Attention {
   const bool fours_;  // scores by `qk_fours`
   const bool few_;    // scores lie [lane][kTile], else [kTile][lane]
   const bool drips_;  // rows are fetched within loops, else between them
+  Products amx_;
+  int64_t zero_bytes_;
   char* zeros_;
   Tile* tiles_[2];
   float* factors_;
@@ -654,11 +707,27 @@ inline bool computes_in_bf16(const AttendParams& p) {
 }
 #endif
 
-int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
-#if defined(SPARSE_ATTN_BF16)
-  if (computes_in_bf16(p)) return Attention<Bf16>::scratch_bytes(p, lanes);
+// Whether products fill AMX's registers. Rows without lists share them: as a row's bits must not
+// depend on how many do, all such calls use them.
+inline bool fills_registers(const AttendParams& p) {
+  return heads_per_group(p) >= kWidth || !(p.main.listed || p.window.listed);
+}
+
+template <class Use>
+SPARSE_ATTN_INLINE auto with_mode(const AttendParams& p, const Use& use) {
+#if defined(__AMX_BF16__)
+  if (computes_in_bf16(p) && fills_registers(p)) return use(Bf16Amx<AmxAttend>());
 #endif
-  return Attention<F32>::scratch_bytes(p, lanes);
+#if defined(SPARSE_ATTN_BF16)
+  if (computes_in_bf16(p)) return use(Bf16());
+#endif
+  (void)p;
+  return use(F32());
+}
+
+int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
+  return with_mode(p,
+                   [&](auto mode) { return Attention<decltype(mode)>::scratch_bytes(p, lanes); });
 }
 
 int64_t partial_floats(const AttendParams& p, int32_t lanes) {
@@ -668,10 +737,9 @@ int64_t partial_floats(const AttendParams& p, int32_t lanes) {
 bool attend(const AttendParams& p, const Block& block, int64_t begin, int64_t end, char* scratch,
             float* partials) {
   Carver carver(scratch);
-#if defined(SPARSE_ATTN_BF16)
-  if (computes_in_bf16(p)) return Attention<Bf16>(p, block, &carver).run(begin, end, partials);
-#endif
-  return Attention<F32>(p, block, &carver).run(begin, end, partials);
+  return with_mode(p, [&](auto mode) {
+    return Attention<decltype(mode)>(p, block, &carver).run(begin, end, partials);
+  });
 }
 
 void merge(const AttendParams& p, const Block& block, int64_t count, float* partials) {

@@ -186,6 +186,10 @@ SPARSE_ATTN_INLINE __m512i look_up_nibbles(const char* p, __m512i table) {
 // To bf16, from a type whose numbers all are numbers of bf16.
 template <Number kFrom>
 inline void convert_row(const char* row, int32_t dim, uint16_t* to) {
+  if constexpr (kFrom == Number::kBf16) {
+    memcpy(to, row, static_cast<size_t>(dim) * 2);
+    return;
+  }
   const auto load = [=](int32_t i) { return load_as_floats<kFrom>(row + bytes_of(kFrom, i)); };
   int32_t i = 0;
 #if defined(__AVX512BF16__)

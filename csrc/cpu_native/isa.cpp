@@ -4,11 +4,31 @@
 #include <sys/auxv.h>
 #include <sys/prctl.h>
 #endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace sparse_attn {
 namespace {
 
 #if defined(__x86_64__)
+// Whether this process may use AMX's tile registers. Linux wants to be asked before it makes room
+// for them; threads, and processes that are forked, inherit what it answers.
+bool may_use_amx() {
+#if defined(SPARSE_ATTN_AMX_MODEL)
+  return true;
+#elif defined(__linux__)
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = __builtin_cpu_supports("amx-tile") &&
+                              __builtin_cpu_supports("amx-bf16") &&
+                              syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+
 bool supported(Isa isa) {
   switch (isa) {
     case Isa::kPortable:
@@ -23,6 +43,8 @@ bool supported(Isa isa) {
     case Isa::kAvx512Bf16:
       return supported(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16") &&
              __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+    case Isa::kAmxBf16:
+      return supported(Isa::kAvx512Bf16) && may_use_amx();
   }
   return false;
 }

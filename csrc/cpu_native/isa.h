@@ -8,8 +8,9 @@ namespace sparse_attn {
 
 // Their names, each before `name`.
 #if defined(__x86_64__)
-#define SPARSE_ATTN_ISAS(name) kPortable##name, kAvx2##name, kAvx512##name, kAvx512Bf16##name
-constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512", "avx512_bf16"};
+#define SPARSE_ATTN_ISAS(name) \
+  kPortable##name, kAvx2##name, kAvx512##name, kAvx512Bf16##name, kAmxBf16##name
+constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
 #elif defined(__aarch64__) && defined(__linux__)
 #define SPARSE_ATTN_ISAS(name) kPortable##name, kNeonBf16##name, kSve256Bf16##name
 constexpr const char* kIsaNames[] = {"portable", "neon_bf16", "sve256_bf16"};

@@ -5,6 +5,9 @@
 
 #include "limits.h"
 #include "simd.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
 
 namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
@@ -48,12 +51,28 @@ double fp32(int64_t rounds) {
                         [](Floats a, Floats b, Floats sum) { return fma(a, b, sum); });
 }
 
-#if defined(SPARSE_ATTN_BF16)
+#if defined(__AMX_BF16__)
+// About as many operations as of vectors.
+double bf16(int64_t rounds) {
+  constexpr int64_t kProduct = 2 * kAmxRows * kAmxRows * kAmxRowBytes / 2;
+  const int64_t steps = rounds * kSums * 4 * kWidth / (4 * kProduct);
+  const AmxRegisters registers;
+  for (int64_t i = 0; i < steps; ++i) {
+    amx_dot_bf16<0, 4, 6>();
+    amx_dot_bf16<1, 4, 7>();
+    amx_dot_bf16<2, 5, 6>();
+    amx_dot_bf16<3, 5, 7>();
+  }
+  return static_cast<double>(steps * 4 * kProduct);
+}
+#elif defined(SPARSE_ATTN_BF16)
 double bf16(int64_t rounds) {
   return repeat<Floats>(rounds, 4 * kWidth,
                         [](Floats a, Floats b, Floats sum) { return dot_bf16(a, b, sum); });
 }
+#endif
 
+#if defined(SPARSE_ATTN_BF16)
 double int8(int64_t rounds) {
   return repeat<Ints>(rounds, 8 * kWidth, [](Ints a, Ints b, Ints sum) {
 #if defined(__AVX512BF16__)

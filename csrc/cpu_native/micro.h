@@ -26,7 +26,18 @@ struct NoFetcher {
   void step() {}
 };
 
-struct F32 {
+// What modes that multiply vectors leave to those that multiply tile registers.
+struct VectorMode {
+  static constexpr bool kAmx = false;
+  static constexpr int kSteps = 1;  // of a key, that are multiplied together
+  struct Registers {};
+  struct Products {
+    template <class... Sizes>
+    explicit Products(const Sizes&...) {}
+  };
+};
+
+struct F32 : VectorMode {
   typedef float Element;
   static constexpr Format kFormat = Format::kFp32;
   static constexpr Number kType = Number::kFp32;
@@ -49,7 +60,7 @@ struct F32 {
 };
 
 #if defined(SPARSE_ATTN_BF16)
-struct Bf16 {
+struct Bf16 : VectorMode {
   typedef uint16_t Element;
   static constexpr Format kFormat = Format::kBf16;
   static constexpr Number kType = Number::kBf16;
