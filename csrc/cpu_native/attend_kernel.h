@@ -2,8 +2,7 @@
 // SPARSE_ATTN_ISA, the namespace, and SPARSE_ATTN_KERNELS, the name of the table of entry points.
 #pragma once
 
-#include <math.h>
-
+#include "attend_few.h"
 #include "convert.h"
 #include "softmax.h"
 #if defined(__AMX_BF16__)
@@ -24,102 +23,6 @@ constexpr int kFoursLanes = kWidth;
 #else
 constexpr int kFoursLanes = kWidth / 2;
 #endif
-
-// What attending some entries leaves: for each lane the maximum m of its scores, l = sum 2^(s - m),
-// o = sum 2^(s - m) v.
-struct Partial {
-  float* maximum;
-  float* sum;
-  float* o;  // [panels][padded_lanes][kPanel]
-};
-
-// Whether the last elements of keys are multiplied where they lie. Where groups have scales, whole
-// keys are converted instead.
-inline bool rope_is_apart(const PlaneParams& plane) {
-  return plane.rope.dim > 0 && plane.group == 0;
-}
-
-// Sizes that follow from a call and a number of lanes.
-struct Shape {
-  Shape(const AttendParams& p, int32_t lanes_)
-      : lanes(lanes_),
-        padded_lanes(round_up(lanes_, kWidth)),
-        panels((p.v_dim + kPanel - 1) / kPanel),
-        rope_dim(rope_is_apart(p.main) ? p.main.rope.dim : 0) {}
-
-  int64_t partial_floats() const { return padded_lanes * (2 + panels * kPanel); }
-
-  Partial partial(float* at) const { return {at, at + padded_lanes, at + 2 * padded_lanes}; }
-
-  int32_t lanes;
-  int64_t padded_lanes;
-  int64_t panels;  // of values
-  int32_t rope_dim;
-};
-
-// Merges `from` into `into`. An empty partial result (maximum kNoScore, zeros) changes nothing.
-inline void merge_into(const Shape& shape, const Partial& into, const Partial& from) {
-  for (int64_t at = 0; at < shape.padded_lanes; at += kWidth) {
-    const Floats m0 = load(into.maximum + at), m1 = load(from.maximum + at);
-    const Floats m = max(m0, m1);
-    const Floats f0 = exp2(m0 - m), f1 = exp2(m1 - m);
-    store(into.maximum + at, m);
-    store(into.sum + at, fma(load(from.sum + at), f1, load(into.sum + at) * f0));
-    for (int64_t panel = 0; panel < shape.panels; ++panel) {
-      const int64_t first = (panel * shape.padded_lanes + at) * kPanel;
-      for (int i = 0; i < kWidth && at + i < shape.lanes; ++i) {
-        const Floats a = broadcast(f0[i]), b = broadcast(f1[i]);
-        float* to = into.o + first + i * kPanel;
-        const float* with = from.o + first + i * kPanel;
-        for (int d = 0; d < kPanel; d += kWidth)
-          store(to + d, fma(load(with + d), b, load(to + d) * a));
-      }
-    }
-  }
-}
-
-inline void clear(const Shape& shape, const Partial& partial) {
-  for (int64_t i = 0; i < shape.padded_lanes; ++i) {
-    partial.maximum[i] = kNoScore;
-    partial.sum[i] = 0;
-  }
-  memset(partial.o, 0, static_cast<size_t>(shape.padded_lanes * shape.panels * kPanel) * 4);
-}
-
-// Writes `count` elements of `x` times `factor` in the format of the output. Adding zero makes
-// negative zeros positive: whether a sum of nothing but zeros was scaled or copied before does not
-// show.
-inline void write_out(const float* x, float factor, int32_t count, Format format, char* out) {
-  int32_t d = 0;
-  if (format == Format::kFp32) {
-    for (; d < count; ++d) reinterpret_cast<float*>(out)[d] = x[d] * factor + 0.0f;
-  } else if (format == Format::kBf16) {
-    for (; d < count; ++d)
-      reinterpret_cast<uint16_t*>(out)[d] = float_to_bf16(x[d] * factor + 0.0f);
-  } else {
-    for (; d < count; ++d)
-      reinterpret_cast<uint16_t*>(out)[d] = float_to_half(x[d] * factor + 0.0f);
-  }
-}
-
-inline void finish(const AttendParams& p, const Block& block, const Shape& shape,
-                   const Partial& partial) {
-  constexpr double kLn2 = 0.693147180559945309;
-  for (int32_t lane = 0; lane < shape.lanes; ++lane) {
-    const int64_t row = block.row + lane / block.heads, head = block.head + lane % block.heads;
-    const int64_t at = row * p.heads + head;
-    const double sum = partial.sum[lane], maximum = partial.maximum[lane] * kLn2;
-    const bool empty = sum == 0;
-    if (p.lse) p.lse[at] = empty ? -kInfinity : static_cast<float>(maximum + log(sum));
-    const double sink = p.sinks ? exp(p.sinks[head] - maximum) : 0;
-    const float factor = empty ? 0.0f : static_cast<float>(1 / (sum + sink));
-    for (int32_t d = 0; d < p.v_dim; d += kPanel) {
-      write_out(partial.o + d * shape.padded_lanes + lane * kPanel, factor,
-                p.v_dim - d < kPanel ? p.v_dim - d : kPanel, p.q_format,
-                p.out + (at * p.v_dim + d) * element_bytes(p.q_format));
-    }
-  }
-}
 
 inline bool all_finite(const float* x, int32_t count) {
   uint32_t largest_exponent = 0;
@@ -713,21 +616,33 @@ inline bool fills_registers(const AttendParams& p) {
   return heads_per_group(p) >= kWidth || !(p.main.listed || p.window.listed);
 }
 
+// Names the class that attends a call.
+template <class Class>
+struct Chosen {
+  typedef Class Type;
+};
+
+template <class Mode, class Use>
+SPARSE_ATTN_INLINE auto with_class(const AttendParams& p, const Use& use) {
+  return FewAttention<Mode>::serves(p) ? use(Chosen<FewAttention<Mode>>())
+                                       : use(Chosen<Attention<Mode>>());
+}
+
 template <class Use>
-SPARSE_ATTN_INLINE auto with_mode(const AttendParams& p, const Use& use) {
+SPARSE_ATTN_INLINE auto with_class(const AttendParams& p, const Use& use) {
 #if defined(__AMX_BF16__)
-  if (computes_in_bf16(p) && fills_registers(p)) return use(Bf16Amx<AmxAttend>());
+  if (computes_in_bf16(p) && fills_registers(p))
+    return use(Chosen<Attention<Bf16Amx<AmxAttend>>>());
 #endif
 #if defined(SPARSE_ATTN_BF16)
-  if (computes_in_bf16(p)) return use(Bf16());
+  if (computes_in_bf16(p)) return with_class<Bf16>(p, use);
 #endif
-  (void)p;
-  return use(F32());
+  return with_class<F32>(p, use);
 }
 
 int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
-  return with_mode(p,
-                   [&](auto mode) { return Attention<decltype(mode)>::scratch_bytes(p, lanes); });
+  return with_class(p,
+                    [&](auto chosen) { return decltype(chosen)::Type::scratch_bytes(p, lanes); });
 }
 
 int64_t partial_floats(const AttendParams& p, int32_t lanes) {
@@ -737,8 +652,8 @@ int64_t partial_floats(const AttendParams& p, int32_t lanes) {
 bool attend(const AttendParams& p, const Block& block, int64_t begin, int64_t end, char* scratch,
             float* partials) {
   Carver carver(scratch);
-  return with_mode(p, [&](auto mode) {
-    return Attention<decltype(mode)>(p, block, &carver).run(begin, end, partials);
+  return with_class(p, [&](auto chosen) {
+    return typename decltype(chosen)::Type(p, block, &carver).run(begin, end, partials);
   });
 }
 

@@ -72,6 +72,30 @@ static inline int64_t listed_entries(const PlaneParams& plane, int64_t row, int6
   return count * plane.select_block;
 }
 
+// Calls visit(run) for the runs of entries in `range` that kChunk places of a row's index list
+// name, from place `begin` on, in the order of the list, until a visit is false. False if one is.
+template <class Visit>
+static inline bool visit_listed(const PlaneParams& plane, int64_t row, int64_t index_head,
+                                int64_t begin, const EntryRange& range, const Visit& visit) {
+  int64_t end = listed_entries(plane, row, index_head);
+  if (end > begin + kChunk) end = begin + kChunk;
+  const int64_t* strides = plane.index_strides;
+  const int32_t* indices = plane.indices + row * strides[0] + index_head * strides[1];
+  const int64_t size = plane.select_block;
+  int64_t j = begin / size;
+  for (int64_t place = begin, skipped = begin - j * size; place < end; ++j, skipped = 0) {
+    const int64_t index = indices[j * strides[2]];
+    EntryRange run = {index * size + skipped, index * size + size};
+    if (run.high - run.low > end - place) run.high = run.low + end - place;
+    place += run.high - run.low;
+    if (index < 0) continue;
+    if (run.low < range.low) run.low = range.low;
+    if (run.high > range.high) run.high = range.high;
+    if (run.low < run.high && !visit(run)) return false;
+  }
+  return true;
+}
+
 // The kernels of one instruction set.
 struct Kernels {
   // Bytes of working memory for one thread, and floats of one partial result of a block of `lanes`

@@ -159,29 +159,14 @@ class TileStream {
 
   // Lists the seen ones among kChunk entries of the index list, from place `begin` on.
   void list(int64_t begin, int32_t index_head) {
-    const EntryRange range = range_of(0);
-    int64_t end = listed_entries(*plane_, block_.row, index_head);
-    if (end > begin + kChunk) end = begin + kChunk;
-    const int64_t* strides = plane_->index_strides;
-    const int32_t* indices = plane_->indices + block_.row * strides[0] + index_head * strides[1];
-    const int64_t size = plane_->select_block;
-    int64_t j = begin / size;
-    for (int64_t place = begin, skipped = begin - j * size; place < end; ++j, skipped = 0) {
-      const int64_t index = indices[j * strides[2]];
-      int64_t low = index * size + skipped, high = index * size + size;
-      if (high - low > end - place) high = low + end - place;
-      place += high - low;
-      if (index < 0) continue;
-      if (low < range.low) low = range.low;
-      if (high > range.high) high = range.high;
-      for (int64_t entry = low; entry < high; ++entry) {
-        if (!pager_.find(entry, &places_[limit_])) {
-          failed_ = true;
-          return;
-        }
+    const auto add = [&](const EntryRange& run) {
+      for (int64_t entry = run.low; entry < run.high; ++entry) {
+        if (!pager_.find(entry, &places_[limit_])) return false;
         ++limit_;
       }
-    }
+      return true;
+    };
+    failed_ = !visit_listed(*plane_, block_.row, index_head, begin, range_of(0), add);
   }
 
   bool fill_from_list(Tile* tile) {
