@@ -623,7 +623,7 @@ struct Chosen {
 };
 
 template <class Mode, class Use>
-SPARSE_ATTN_INLINE auto with_class(const AttendParams& p, const Use& use) {
+SPARSE_ATTN_INLINE auto with_class_of(const AttendParams& p, const Use& use) {
   return FewAttention<Mode>::serves(p) ? use(Chosen<FewAttention<Mode>>())
                                        : use(Chosen<Attention<Mode>>());
 }
@@ -635,9 +635,9 @@ SPARSE_ATTN_INLINE auto with_class(const AttendParams& p, const Use& use) {
     return use(Chosen<Attention<Bf16Amx<AmxAttend>>>());
 #endif
 #if defined(SPARSE_ATTN_BF16)
-  if (computes_in_bf16(p)) return with_class<Bf16>(p, use);
+  if (computes_in_bf16(p)) return with_class_of<Bf16>(p, use);
 #endif
-  return with_class<F32>(p, use);
+  return with_class_of<F32>(p, use);
 }
 
 int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
