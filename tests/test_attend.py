@@ -48,18 +48,33 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pages of 53": dict(page_size=53, lengths=(160, 53, 0, 1), rows=(2, 3, 1, 1)),
     "long": dict(lengths=(700, 1300), rows=(5, 1), page_size=16),
     "long selected": dict(lengths=(700, 1300), rows=(2, 1), page_size=16, index_heads=1, selected=1200),
+    "gqa, long selected": dict(v_format="same", lengths=(700, 1300), rows=(2, 1), index_heads=2, selected=1200),
+    "gqa 14 over 2, long blocks": dict(
+        q_heads=14,
+        v_format="same",
+        lengths=(700, 1300),
+        rows=(2, 1),
+        page_size=16,
+        index_heads=2,
+        selected=400,
+        select_block=4,
+    ),
 }
+
+
+def options_of(shape: str, dtype: str, format: str) -> dict[str, Any]:
+    """Of ``cases.attend``, with every plane in the format, but windows, which are not quantised to int8."""
+    options = dict(SHAPES[shape], dtype=dtype, format=format)
+    options["win_format"] = "bf16" if format == "int8" else format
+    if options.get("v_format"):
+        options["v_format"] = format
+    return options
 
 
 @pytest.mark.parametrize(("dtype", "format"), DTYPE_FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_agrees_with_the_reference(attend_impl, shape: str, dtype: str, format: str) -> None:
-    options = dict(SHAPES[shape], dtype=dtype, format=format)
-    if options.get("v_format"):
-        options["v_format"] = format
-    if "window" in options.get("planes", ""):
-        options["win_format"] = format if format != "int8" else "bf16"
-    cases.assert_agrees(attend_impl, *cases.attend(**options))
+    cases.assert_agrees(attend_impl, *cases.attend(**options_of(shape, dtype, format)))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import cases
 import pytest
 import test_same_bytes
 import torch
-from test_attend import SHAPES
+from test_attend import SHAPES, options_of
 
 import sparse_attn
 from sparse_attn import layout, library, registry
@@ -52,14 +52,6 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-def options_of(shape: str, dtype: str, format: str) -> dict[str, Any]:
-    options = dict(SHAPES[shape], dtype=dtype, format=format)
-    options["win_format"] = "bf16" if format == "int8" else format
-    if options.get("v_format"):
-        options["v_format"] = format
-    return options
 
 
 # numbers

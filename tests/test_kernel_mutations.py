@@ -103,6 +103,8 @@ FAULTS = [
      "v.data + 0 * v.head_stride", LINES),
     ("few lanes: runs do not end with their page", "attend_few.h", "if (many > run.high - entry)",
      "many = run.high - entry; if (false)", LINES),
+    ("few lanes: running maximum not applied", "attend_few.h", "all_alpha = exp2(widen(before) - all_maximum);",
+     "all_alpha = broadcast(1.0f);", LONG),
     ("first index head for all", "attend.cpp", "block->index_head = static_cast<int32_t>(group * p_.main.index_heads",
      "block->index_head = static_cast<int32_t>(0 * p_.main.index_heads", LINES),
     ("padding left as it was", "attend.cpp", "fill_empty(p, p.cu_seqlens_q[p.batch], p.tokens);", "", LINES),
@@ -308,8 +310,8 @@ def probe_hostile() -> None:
 
 
 def probe_long() -> None:
-    for shape in ("long", "long selected"):
-        cases.assert_agrees(native, *cases.attend(**test_attend.SHAPES[shape]))
+    for shape in ("long", "long selected", "gqa, long selected"):
+        cases.assert_agrees(native, *cases.attend(**test_attend.options_of(shape, "float32", "fp32")))
 
 
 def probe_store() -> None:
