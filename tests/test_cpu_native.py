@@ -279,6 +279,23 @@ def test_every_rounding_of_store(format: str) -> None:
     assert torch.equal(plane.flatten().view(torch.int16), rows.to(dtype).flatten().view(torch.int16))
 
 
+def test_what_exceeds_the_caches_is_copied_as_it_is() -> None:
+    """32 MB and more are written past the caches, in whole lines of memory alone."""
+    slots, rows = torch.randperm(1 << 14), torch.randn(1 << 14, 1, 1024).bfloat16()
+    plane = torch.zeros(1 << 8, 1 << 6, 1, 1024, dtype=torch.bfloat16)
+    sparse_attn.store(rows, plane, slots, backend="cpu_native")
+    assert torch.equal(plane.flatten(0, 1)[slots], rows)
+    assert torch.equal(sparse_attn.load(plane, slots, dtype=torch.bfloat16, backend="cpu_native"), rows)
+    moved = torch.zeros_like(plane)
+    sparse_attn.convert(plane, moved, src_format="bf16", dst_format="bf16", backend="cpu_native")
+    assert torch.equal(moved, plane)
+    wide = sparse_attn.load(plane, slots, dtype=torch.float32, backend="cpu_native")
+    assert torch.equal(wide, rows.float())
+    odd = torch.zeros(1 << 12, 1 << 6, 1, 65, dtype=torch.bfloat16).normal_()
+    every = torch.arange(1 << 18)
+    assert torch.equal(sparse_attn.load(odd, every, dtype=torch.bfloat16, backend="cpu_native"), odd.flatten(0, 1))
+
+
 def test_store_does_not_depend_on_threads(threads) -> None:
     rows, slots = torch.randn(3000, 3, 64), torch.randperm(3008)[:3000]
     planes = []

@@ -102,16 +102,42 @@ def planes(format: str, entries: int, dim: int) -> Plane:
     return Plane(data, format, scale, PAGE_SIZE)
 
 
-@kernels("store")
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("format", FORMATS)
-def test_store(impl, format: str, rows: str) -> None:
-    numbers = ROWS[rows](format)
+def assert_stored_as_by_the_reference(impl, format: str, numbers: Tensor) -> None:
     slots = torch.randperm(len(numbers))
     stored = [planes(format, len(numbers), numbers.shape[-1]) for _ in range(2)]
     for kernel, plane in zip((impl, REFERENCE), stored, strict=True):
         store(kernel, numbers, plane.data, slots, plane.scale, format, PAGE_SIZE)
     assert_same_parts(format, slots, *stored)
+
+
+@kernels("store")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_store(impl, format: str, rows: str) -> None:
+    assert_stored_as_by_the_reference(impl, format, ROWS[rows](format))
+
+
+@kernels("store")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_of_short_numbers(impl, format: str, dtype: torch.dtype) -> None:
+    for rows in ROWS.values():
+        assert_stored_as_by_the_reference(impl, format, rows(format).to(dtype))
+
+
+@kernels("store")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_number_over_every_scale(impl, dtype: torch.dtype) -> None:
+    """Of bfloat16, over each scale of e4m3: from numbers that are stored as nothing to the largest."""
+    scales = codecs.from_bytes("e4m3", torch.arange(1, 127, dtype=torch.uint8))
+    octaves = torch.arange(128).add(128)[:, None] * 2.0 ** torch.arange(-12, -4)  # 1/16 to 8
+    numbers = octaves.flatten()[: 64 * 15] * torch.tensor([1.0, -1.0]).repeat(32 * 15)
+    exponents = scales.log2().floor().exp2()
+    groups = numbers.view(64, 15)[None] * exponents[:, None, None]
+    largest = (6 * scales)[:, None, None].expand(-1, 64, 1)
+    groups = torch.where(groups.abs() > largest, 0.0, groups)
+    rows = torch.cat([largest, groups], -1).reshape(-1, 1, 512)
+    assert_stored_as_by_the_reference(impl, "fp4_v41", rows.to(dtype))
 
 
 @kernels("store")

@@ -2,6 +2,8 @@
 
 The peer pools whole groups by one softmax and one sum, norms, rotates, quantises with torch's own casts, and scatters
 into the plane. It keeps no state: steps end at whole groups.
+
+Calls take turns with rows, states and planes that together exceed the caches several times.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from sparse_attn import layout, resolve
 from sparse_attn.ops.compress import Compress
 from sparse_attn.registry import Impl
 
-from .timing import OURS, Case
+from .machine import mover
+from .timing import CACHE_BYTES, MOVED, OURS, Case
 
 PAGE = 64
-VARIANTS = 4
 
 
 @dataclass(frozen=True)
@@ -50,41 +52,55 @@ def make(shape: Shape, step: str) -> Case:
     width = shape.dim * parts
     format = layout.FORMATS[shape.format]
     pages = layout.pages_for(length, PAGE)
-    table = torch.randperm(batch * pages).int().view(batch, pages)
+    state_page = min(PAGE, length)
+    state_pages = layout.pages_for(length, state_page)
     per_token = 2 if shape.gated else 1
-    plane = torch.zeros(format.shape(batch * pages, PAGE, 1, shape.dim), dtype=getattr(torch, format.dtype))
     angles = torch.rand(length + 1, 32)
+
+    def table(pages: int) -> Tensor:
+        return torch.randperm(batch * pages).int().view(batch, pages)
 
     def variant() -> Compress:
         rows = torch.randn(batch * new, 1, width).bfloat16()
-        state = torch.randn(batch * pages, PAGE, 1, width * per_token) if shape.span > 1 else None
+        plane = torch.zeros(format.shape(batch * pages, PAGE, 1, shape.dim), dtype=getattr(torch, format.dtype))
+        state = torch.randn(batch * state_pages, state_page, 1, width * per_token) if shape.span > 1 else None
         return Compress(
             rows,
             torch.randn_like(rows) if shape.gated else None,
             torch.arange(0, batch * new + 1, new, dtype=torch.int32),
             torch.full((batch,), length, dtype=torch.int32),
             plane,
-            table,
+            table(pages),
             shape.stride,
             new,
             length,
             span=shape.span if shape.span > shape.stride else 0,
             state=state,
-            state_page_table=None if state is None else table,
+            state_page_table=None if state is None else table(state_pages),
             norm=torch.rand(shape.dim),
             cos_sin=torch.cat([angles.cos(), angles.sin()], -1),
             dtype="bf16",
             format=shape.format,
         )
 
-    variants = [variant() for _ in range(VARIANTS)]
+    # What is moved together: a sequence, or tokens of whole entries.
+    tokens = min(max(shape.stride, PAGE), new)
+    units, entries = batch * new // tokens, max(tokens // shape.stride, 1)
+    read = tokens * width * per_token * 2 + entries * 64 * 4  # rows, and angles of entries
+    written = entries * format.entry_bytes(shape.dim)
+    if new == 1 and shape.span > 1:  # of the state an entry's channels are read, and all of a token written
+        read += 4 * (length - 1) * shape.dim * per_token
+        written += 4 * width * per_token
+    count = max(4, -(-CACHE_BYTES // (units * (read + written))))
+    variants = [variant() for _ in range(count)]
     impl = resolve("compress", **dict(variants[0]._asdict()))
     functions = {OURS: lambda i: run(impl, variants[i])}
+    orders = torch.arange(count * units), torch.randperm(count * units)
+    in_order, anywhere = (list(order.view(count, units)) for order in orders)
+    functions[MOVED] = mover(read, in_order if new > 1 else anywhere, written, anywhere)
     if shape.format == "bf16" and new >= shape.span:
         functions["torch"] = lambda i: peer(shape, variants[i])
-    moved = batch * new * width * per_token * 2 + batch * (new // shape.stride or 1) * format.entry_bytes(shape.dim)
-    case = Case(f"compress {shape.name}, {step}", functions, VARIANTS, 4.0 * batch * max(new, shape.span) * width)
-    case.bytes, case.limit = float(moved), "copy"
+    case = Case(f"compress {shape.name}, {step}", functions, count)
     case.check = lambda: check(case)
     return case
 
@@ -116,6 +132,6 @@ def peer(shape: Shape, a: Compress) -> Tensor:
 
 def check(case: Case) -> None:
     """Raise if the peer writes something else, but for rounding."""
-    planes = [function(0).clone() for function in case.functions.values()]
+    planes = [function(0).clone() for name, function in case.functions.items() if name != MOVED]
     for plane in planes[1:]:
         torch.testing.assert_close(plane.float(), planes[0].float(), atol=2e-2, rtol=2e-2)

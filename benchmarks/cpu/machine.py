@@ -6,6 +6,7 @@ import mmap
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -48,9 +49,7 @@ def pool(*shape: int, dtype: torch.dtype) -> Tensor:
 def measure(rounds: int = 5) -> dict[str, float]:
     """Every limit on torch's number of threads, in 1e9 operations or bytes a second. Absent: no such instruction."""
     native = import_module("sparse_attn._cpu_native")
-    numbers = native.instruction_sets()
-    wanted = env.CPU_ISA.get()
-    isa = list(numbers.values())[-1] if wanted == "auto" else numbers[wanted]
+    number = isa()
     memory = huge(MEMORY)
     memory.write(bytes(MEMORY))
     threads = torch.get_num_threads()
@@ -60,12 +59,44 @@ def measure(rounds: int = 5) -> dict[str, float]:
         begin = time.perf_counter()
         while len(rates) < rounds:
             start = time.perf_counter()
-            work = native.work_at_limit(limit, memory, threads, isa)
+            work = native.work_at_limit(limit, memory, threads, number)
             if start - begin > WARM_UP:
                 rates.append(work / (time.perf_counter() - start) / 1e9)
         if max(rates) > 0:
             found[limit] = statistics.quantiles(rates, n=4)[2]  # the upper quartile: a neighbour only takes away
     return found
+
+
+def isa() -> int:
+    """The number of the instruction set that runs."""
+    numbers: dict[str, int] = import_module("sparse_attn._cpu_native").instruction_sets()
+    wanted = env.CPU_ISA.get()
+    return list(numbers.values())[-1] if wanted == "auto" else numbers[wanted]
+
+
+def mover(read: int, read_rows: list[Tensor], written: int, written_rows: list[Tensor]) -> Callable[[int], Tensor]:
+    """What moves rows of so many bytes as a call does that computes nothing.
+
+    Args:
+        read: bytes of each row that is read.
+        read_rows: for each variant of the call, which rows of a pool those are.
+        written, written_rows: likewise.
+    """
+    native, number = import_module("sparse_attn._cpu_native"), isa()
+    pools = [
+        huge(size * (max(int(r.max()) for r in rows) + 1))
+        for size, rows in ((read, read_rows), (written, written_rows))
+    ]
+    for memory in pools:
+        memory.write(bytes(len(memory)))
+    done = torch.empty(0)
+
+    def move(i: int) -> Tensor:
+        source, target = read_rows[i].numpy(), written_rows[i].numpy()
+        native.move_rows(pools[0], source, read, pools[1], target, written, torch.get_num_threads(), number)
+        return done
+
+    return move
 
 
 def described() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Cases of `store`, `load` and `convert`: many rows of released models' planes, with the same in eager torch as a peer.
 
+Calls take turns with rows, entries and results of a pool several times the caches, so that all of it lies in memory.
 The peer quantises with torch's own casts, and scatters or gathers parts of entries by index.
 """
 
@@ -16,9 +17,10 @@ from sparse_attn.ops.convert import Convert
 from sparse_attn.ops.load import Load
 from sparse_attn.ops.store import Store
 
-from .timing import OURS, Case
+from .machine import mover, pool
+from .timing import MOVED, OURS, Case
 
-ROWS, PAGE, DIM = 16384, 64, 512
+ROWS, PAGE, DIM = 32768, 64, 512
 VARIANTS = 4
 
 Plane = tuple[Tensor, Tensor | None]
@@ -26,10 +28,21 @@ Peer = Callable[[int], Tensor]
 
 
 def new_plane(format: str) -> Plane:
+    """Of the rows of all variants."""
     f = layout.FORMATS[format]
-    shape = f.shape(ROWS // PAGE, PAGE, 1, DIM)
-    plane = torch.zeros(shape, dtype=getattr(torch, f.dtype))
-    return plane, torch.zeros(shape[:3], dtype=torch.half) if f.scale_dtype else None
+    shape = f.shape(VARIANTS * ROWS // PAGE, PAGE, 1, DIM)
+    plane = pool(*shape, dtype=getattr(torch, f.dtype))
+    return plane, pool(*shape[:3], dtype=torch.half) if f.scale_dtype else None
+
+
+def new_rows() -> Tensor:
+    return pool(VARIANTS * ROWS, 1, DIM, dtype=torch.bfloat16)
+
+
+def in_turn(count: int, order: Tensor | None = None) -> list[Tensor]:
+    """What each variant uses of ``VARIANTS * count``, one after the other if in no other order."""
+    every = torch.arange(VARIANTS * count) if order is None else order
+    return list(every.view(VARIANTS, count))
 
 
 def encode_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,15 +121,16 @@ def read(format: str, plane: Plane, slots: Tensor) -> Tensor:
     return load(plane[0], slots, scale=plane[1], format=format, page_size=PAGE)
 
 
-def traffic(*formats: str) -> float:
-    return float(ROWS * sum(layout.FORMATS[format].entry_bytes(DIM) for format in formats))
+def row_bytes(format: str) -> int:
+    return layout.FORMATS[format].entry_bytes(DIM)
 
 
 def make_store(format: str) -> Case:
     torch.manual_seed(0)
-    rows, ours, theirs = torch.randn(ROWS, 1, DIM).bfloat16(), new_plane(format), new_plane(format)
-    slots = [torch.randperm(ROWS) for _ in range(VARIANTS)]
-    calls = [Store(rows, ours[0], s, ours[1], format, 0) for s in slots]
+    rows, ours, theirs = new_rows(), new_plane(format), new_plane(format)
+    slots = in_turn(ROWS, torch.randperm(VARIANTS * ROWS))
+    given = rows.split(ROWS)
+    calls = [Store(r, ours[0], s, ours[1], format, 0) for r, s in zip(given, slots, strict=True)]
     impl = resolve("store", **dict(calls[0]._asdict()))
 
     def run(i: int) -> Tensor:
@@ -124,41 +138,45 @@ def make_store(format: str) -> Case:
         return ours[0]
 
     def peer(i: int) -> Tensor:
-        ENCODE[format](theirs, slots[i], rows)
+        ENCODE[format](theirs, slots[i], given[i])
         return theirs[0]
 
-    return case(
-        f"store {format}", run, peer, ("bf16", format), lambda: [read(format, p, slots[0]) for p in (ours, theirs)]
-    )
+    moved = mover(row_bytes("bf16"), in_turn(ROWS), row_bytes(format), slots)
+    return case(f"store {format}", run, peer, moved, lambda: [read(format, p, slots[0]) for p in (ours, theirs)])
 
 
 def make_load(format: str) -> Case:
     torch.manual_seed(0)
-    plane, slots = new_plane(format), [torch.randperm(ROWS) for _ in range(VARIANTS)]
-    ENCODE[format](plane, torch.arange(ROWS), torch.randn(ROWS, 1, DIM).bfloat16())
+    plane, out, slots = new_plane(format), new_rows().split(ROWS), in_turn(ROWS, torch.randperm(VARIANTS * ROWS))
+    every = torch.arange(VARIANTS * ROWS)
+    for part in every.split(ROWS):
+        ENCODE[format](plane, part, torch.randn(ROWS, 1, DIM).bfloat16())
     calls = [Load(plane[0], s, plane[1], format, 0, torch.bfloat16) for s in slots]
     impl = resolve("load", **dict(calls[0]._asdict()))
 
     def run(i: int) -> Tensor:
-        out = torch.empty(ROWS, 1, DIM, dtype=torch.bfloat16)
-        impl.run(calls[i], out)
-        return out
+        impl.run(calls[i], out[i])
+        return out[i]
 
     def peer(i: int) -> Tensor:
         return DECODE[format](plane, slots[i])
 
-    return case(f"load {format}", run, peer, (format, "bf16"), lambda: [run(0), peer(0)])
+    moved = mover(row_bytes(format), slots, row_bytes("bf16"), in_turn(ROWS))
+    return case(f"load {format}", run, peer, moved, lambda: [run(0), peer(0)])
 
 
 def make_convert(src: str, dst: str) -> Case:
     """Whole pages, in another order."""
     torch.manual_seed(0)
     origin, ours, theirs = new_plane(src), new_plane(dst), new_plane(dst)
-    ENCODE[src](origin, torch.arange(ROWS), torch.randn(ROWS, 1, DIM).bfloat16())
-    pages = [torch.randperm(ROWS // PAGE) for _ in range(VARIANTS)]
+    rows, count = in_turn(ROWS), ROWS // PAGE
+    for part in rows:
+        ENCODE[src](origin, part, torch.randn(ROWS, 1, DIM).bfloat16())
+    pages = in_turn(count, torch.randperm(VARIANTS * count))
+    given = origin[0].split(count)
     targets = [(p[:, None] * PAGE + torch.arange(PAGE)).flatten() for p in pages]
-    every, sizes = torch.arange(ROWS), (PAGE, PAGE)
-    calls = [Convert(origin[0], ours[0], every, t, None, None, src, dst, *sizes) for t in targets]
+    options = None, None, src, dst, PAGE, PAGE
+    calls = [Convert(origin[0], ours[0], r, t, *options) for r, t in zip(rows, targets, strict=True)]
     impl = resolve("convert", **dict(calls[0]._asdict()))
 
     def run(i: int) -> Tensor:
@@ -167,22 +185,23 @@ def make_convert(src: str, dst: str) -> Case:
 
     def peer(i: int) -> Tensor:
         if src == dst:
-            theirs[0][pages[i]] = origin[0]
+            theirs[0][pages[i]] = given[i]
         elif dst == "fp8_v41_planar":
-            values, scales = origin[0].split([512, 16], -1)
+            values, scales = given[i].split([512, 16], -1)
             theirs[0][pages[i]] = torch.cat([values.flatten(1), scales.flatten(1)], -1)
         else:
-            ENCODE[dst](theirs, targets[i], origin[0].view(ROWS, 1, DIM))
+            ENCODE[dst](theirs, targets[i], given[i].view(ROWS, 1, DIM))
         return theirs[0]
 
     def results() -> list[Tensor]:
         return [read(dst, p, targets[0]) for p in (ours, theirs)]
 
-    return case(f"convert {src} to {dst}", run, peer, (src, dst), results)
+    moved = mover(PAGE * row_bytes(src), in_turn(count), PAGE * row_bytes(dst), pages)
+    return case(f"convert {src} to {dst}", run, peer, moved, results)
 
 
-def case(name: str, run: Peer, peer: Peer, formats: tuple[str, str], results: Callable[[], list[Tensor]]) -> Case:
-    made = Case(name, {OURS: run, "torch": peer}, VARIANTS, bytes=traffic(*formats), limit="copy")
+def case(name: str, run: Peer, peer: Peer, moved: Peer, results: Callable[[], list[Tensor]]) -> Case:
+    made = Case(name, {OURS: run, MOVED: moved, "torch": peer}, VARIANTS)
 
     def check() -> None:
         """Raise if the peer writes or reads other rows."""

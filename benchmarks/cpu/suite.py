@@ -10,7 +10,7 @@ import torch
 
 from . import attend, calls, compress, engines, expanded, machine, merge, report, rows, select
 from .engines import ik_llama, sglang, vllm
-from .timing import OURS, Case, Time, measure
+from .timing import MOVED, OURS, Case, Time, measure
 
 BEST = "best torch form"
 """Stands for the quickest of the peers that are torch alone and read the same entries."""
@@ -216,7 +216,10 @@ def _rows(plan: Plan, case: Case, times: dict[str, Time], limits: dict[str, floa
         found.append(row(value=share, unit="of limit", target=plan.limit, peer=machine.LIMITS[case.limit][0]))
     torch_forms = []
     for name, time in times.items():
-        if name in (attend.PLAIN, select.TOPK):
+        if name == MOVED:
+            share = time.quartile / ours.quartile
+            found.append(row(value=share, unit="of limit", target=plan.limit, peer=name))
+        elif name in (attend.PLAIN, select.TOPK):
             share, target = ours.quartile / time.quartile, plan.under.get(name)
             found.append(row(value=share, unit="x of its time", target=target, peer=name))
         elif name != OURS:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 OURS = "sparse_attn"
+MOVED = "the same rows moved"
+"""Stands for a loop that reads and writes rows of the same sizes in the same order, and computes nothing."""
 CACHE_BYTES = 128 << 20
 """What the calls of a case read together at least, several times the caches of the machines it is for."""
 

@@ -88,16 +88,24 @@ const char* row_of(const TokenRows& rows, int64_t t, int64_t head) {
 TokenPlace place_of(const CompressParams& p, const Step& step, int64_t b, int64_t position,
                     int64_t head) {
   TokenPlace place;
+  const int64_t ahead = std::min(p.stride, kTokensTogether);
   if (position >= step.before) {
     const int64_t t = step.row + position - step.before;
+    const int64_t soon = position + ahead < step.after ? ahead : 0;
     place.row = row_of(p.rows, t, head);
     place.row_format = p.rows.format;
-    if (p.gates.data) place.gate = row_of(p.gates, t, head);
+    place.ahead = soon * p.rows.strides[0];
+    if (!p.gates.data) return place;
+    place.gate = row_of(p.gates, t, head);
     place.gate_format = p.gates.format;
+    place.gate_ahead = soon * p.gates.strides[0];
   } else {
     const int64_t slot = slot_of(p.state, p.state_page_table, b, position);
-    place.row = p.state.values.at(slot / p.state.page_size, slot % p.state.page_size, head);
+    const int64_t page = slot / p.state.page_size, offset = slot % p.state.page_size;
+    const int64_t soon = offset + ahead < p.state.page_size ? ahead : 0;
+    place.row = p.state.values.at(page, offset, head);
     place.gate = place.row + p.width * 4;
+    place.ahead = place.gate_ahead = soon * p.state.values.strides[1];
   }
   return place;
 }
@@ -108,14 +116,17 @@ void write_entry(const CompressParams& p, const Step& step, int64_t b, int64_t e
   const int64_t first = first_token(p, entry), count = (entry + 1) * p.stride - first;
   float* const latent = memory + entry_memory(p);
   float* const row = latent + padded_dim(p.plane.dim);
+  const Number type = entry_type(p);
+  fetch_to_write(p.plane, slot);
   for (int64_t h = 0; h < p.heads; ++h) {
     for (int64_t i = 0; i < count; ++i) places[i] = place_of(p, step, b, first + i, h);
     kernel(p, {entry, count, places}, memory, latent, row);
-    write_row(rows, p.plane, slot, h, row);
+    write_row(rows, p.plane, slot, h, type, reinterpret_cast<const char*>(row));
     if (!p.latent) continue;
     const int64_t bytes = p.plane.dim * element_bytes(p.dtype);
     char* to = p.latent + ((step.latent + entry - step.first) * p.heads + h) * bytes;
-    rows.encode(codec_of(p.dtype), latent, p.plane.dim, {to, nullptr, nullptr});
+    rows.encode(codec_of(p.dtype), type, reinterpret_cast<const char*>(latent), p.plane.dim,
+                {to, nullptr, nullptr});
   }
 }
 
@@ -132,7 +143,7 @@ void write_state(const CompressParams& p, const RowKernels& kernels, const Step&
       const int64_t t = step.row + q - step.before;
       read_floats(kernels, p.rows, t, h, p.width, row);
       if (p.gates.data) read_floats(kernels, p.gates, t, h, p.width, row + p.width);
-      write_row(kernels, p.state, slot, h, row);
+      write_row(kernels, p.state, slot, h, Number::kFp32, reinterpret_cast<const char*>(row));
     }
   }
 }

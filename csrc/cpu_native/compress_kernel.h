@@ -1,6 +1,8 @@
 // One entry of `compress`, for the instruction set that the including file is compiled for.
 #include <math.h>
 
+#include <algorithm>
+
 #include "compress_entry.h"
 #include "convert.h"
 #include "rows.h"
@@ -11,45 +13,89 @@ namespace {
 
 constexpr float kLog2E = 1.44269504f;
 
-void round_row(Format dtype, float* x, int64_t count) {
-  if (dtype == Format::kBf16) {
-    for (int64_t i = 0; i < count; i += kWidth) store(x + i, round_to_bf16(load(x + i)));
-  } else if (dtype == Format::kFp16) {
-    for (int64_t i = 0; i < count; ++i) x[i] = half_to_float(float_to_half(x[i]));
+// Numbers as the model's type has them.
+template <Number kType>
+SPARSE_ATTN_INLINE Floats rounded(Floats x) {
+  if constexpr (kType == Number::kBf16) return round_to_bf16(x);
+  if constexpr (kType == Number::kFp16) {
+    for (int i = 0; i < kWidth; ++i) x[i] = half_to_float(float_to_half(x[i]));
+  }
+  return x;
+}
+
+// A token's numbers of an entry's channels.
+struct Channels {
+  const char* values;
+  const char* gates;
+  const float* bias;           // or null
+  int64_t ahead, gates_ahead;  // as in TokenPlace
+};
+
+// What the tokens up to now come to, by channel.
+struct Pooled {
+  float* total;
+  float* sum;      // of weights
+  float* largest;  // of gates
+};
+
+// Adds some tokens, which all have numbers of one type, in their order. The weights are right if
+// they are divided by their sum: they are relative to the largest gate up to now.
+template <Number kFrom, bool kGated, class Count>
+void pool(const Channels* tokens, Count count, int64_t dim, bool first, const Pooled& pooled) {
+  for (int64_t c = 0; c < dim; c += kWidth) {
+    const int64_t at = bytes_of(kFrom, c);
+    const bool line = at % 64 == 0;
+    const auto value = [&](int64_t i) {
+      if (line) __builtin_prefetch(tokens[i].values + tokens[i].ahead + at);
+      return load_at<kFrom>(tokens[i].values, c, dim);
+    };
+    Floats total = first ? Floats{} : load(pooled.total + c);
+    if constexpr (!kGated) {
+      for (int64_t i = 0; i < count; ++i) total += value(i);
+      store(pooled.total + c, total);
+      continue;
+    }
+    const Floats before = first ? broadcast(kNoScore) : load(pooled.largest + c);
+    Floats gates[kTokensTogether], largest = before;
+    for (int64_t i = 0; i < count; ++i) {
+      if (line) __builtin_prefetch(tokens[i].gates + tokens[i].gates_ahead + at);
+      gates[i] = load_at<kFrom>(tokens[i].gates, c, dim);
+      if (tokens[i].bias) {
+        const auto* bias = reinterpret_cast<const char*>(tokens[i].bias);
+        gates[i] += load_at<Number::kFp32>(bias, c, dim);
+      }
+      largest = max(gates[i], largest);
+    }
+    Floats sum = {};
+    if (!first) {
+      const Floats less = exp2((before - largest) * broadcast(kLog2E));
+      total *= less;
+      sum = load(pooled.sum + c) * less;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const Floats weight = exp2((gates[i] - largest) * broadcast(kLog2E));
+      total = fma(weight, value(i), total);
+      sum += weight;
+    }
+    store(pooled.total + c, total);
+    store(pooled.sum + c, sum);
+    store(pooled.largest + c, largest);
   }
 }
 
-// Weighted sums of a vector of channels over tokens, in their order. Rows lie `padded` floats
-// apart.
+template <class Use>
+void with_count(int64_t count, const Use& use) {
+  if (count == 2) return use(std::integral_constant<int64_t, 2>());
+  if (count == 8) return use(std::integral_constant<int64_t, 8>());
+  use(count);
+}
+
 template <bool kGated>
-Floats pool(const float* values, const float* gates, int64_t tokens, int64_t padded) {
-  Floats total = load(values);
-  if (!kGated) {
-    for (int64_t i = 1; i < tokens; ++i) total += load(values + i * padded);
-    return total / broadcast(static_cast<float>(tokens));
-  }
-  Floats largest = load(gates);
-  for (int64_t i = 1; i < tokens; ++i) largest = max(load(gates + i * padded), largest);
-  Floats sum = {};
-  for (int64_t i = 0; i < tokens; ++i) {
-    const Floats weight = exp2((load(gates + i * padded) - largest) * broadcast(kLog2E));
-    const Floats value = load(values + i * padded);
-    total = i == 0 ? weight * value : fma(weight, value, total);
-    sum += weight;
-  }
-  return total / sum;
-}
-
-void norm_row(const float* weight, float eps, int64_t dim, float* x) {
-  Floats squares = {};
-  for (int64_t i = 0; i < dim; i += kWidth) {
-    const Floats part = load(x + i);  // zeros past the row
-    squares = fma(part, part, squares);
-  }
-  float sum = 0;
-  for (int i = 0; i < kWidth; ++i) sum += squares[i];
-  const float factor = 1 / sqrtf(sum / static_cast<float>(dim) + eps);
-  for (int64_t i = 0; i < dim; ++i) x[i] = x[i] * factor * weight[i];
+void pool(Number type, const Channels* tokens, int64_t count, int64_t dim, bool first,
+          const Pooled& pooled) {
+  with_plain_type(type, [&](auto from) {
+    with_count(count, [&](auto n) { pool<from, kGated>(tokens, n, dim, first, pooled); });
+  });
 }
 
 // The first half of `angles` are cosines, the second sines.
@@ -62,44 +108,123 @@ void rotate_pairs(const float* angles, int64_t count, float* x) {
   }
 }
 
+Channels channels_of(const CompressParams& p, const EntryTokens& tokens, int64_t i) {
+  const TokenPlace& token = tokens.places[i];
+  const int64_t place = p.span - tokens.count + i;
+  const int64_t channel = p.width == p.plane.dim ? 0 : place / p.stride * p.plane.dim;
+  Channels found = {};
+  found.values = token.row + channel * element_bytes(token.row_format);
+  found.ahead = token.ahead;
+  if (!p.gates.data) return found;
+  found.gates = token.gate + channel * element_bytes(token.gate_format);
+  found.gates_ahead = token.gate_ahead;
+  if (p.bias) found.bias = p.bias + place % p.stride * p.bias_stride + channel;
+  return found;
+}
+
+// The type of the numbers of some tokens. Those of different types are converted first.
+Number join_types(const CompressParams& p, const TokenPlace* places, int64_t count, float* memory,
+                  Channels* tokens) {
+  const Number type = codec_of(places[0].row_format).element;
+  bool same = true;
+  for (int64_t i = 0; i < count; ++i) {
+    same = same && codec_of(places[i].row_format).element == type &&
+           (!p.gates.data || codec_of(places[i].gate_format).element == type);
+  }
+  if (same) return type;
+  const auto dim = static_cast<int32_t>(p.plane.dim);
+  const auto convert = [&](Format format, const char** row, int64_t* ahead) {
+    convert_row(codec_of(format).element, *row, dim, memory);
+    *row = reinterpret_cast<const char*>(memory);
+    *ahead = 0;
+    memory += padded_dim(dim);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    convert(places[i].row_format, &tokens[i].values, &tokens[i].ahead);
+    if (p.gates.data) convert(places[i].gate_format, &tokens[i].gates, &tokens[i].gates_ahead);
+  }
+  return Number::kFp32;
+}
+
+void pool_tokens(const CompressParams& p, const EntryTokens& tokens, const Pooled& pooled,
+                 float* memory) {
+  const int64_t dim = p.plane.dim;
+  for (int64_t begin = 0; begin < tokens.count; begin += kTokensTogether) {
+    const int64_t count = std::min(kTokensTogether, tokens.count - begin);
+    Channels some[kTokensTogether];
+    for (int64_t i = 0; i < count; ++i) some[i] = channels_of(p, tokens, begin + i);
+    const Number type = join_types(p, tokens.places + begin, count, memory, some);
+    const auto add = p.gates.data ? pool<true> : pool<false>;
+    add(type, some, count, dim, begin == 0, pooled);
+  }
+}
+
+// The mean over tokens, in the model's type. Returns the sum of squares.
+template <Number kType>
+float average(const Pooled& pooled, bool gated, int64_t tokens, int64_t dim, float* latent) {
+  const Floats count = broadcast(static_cast<float>(tokens));
+  Floats squares[4] = {};  // which do not wait for each other
+  for (int64_t c = 0; c < dim; c += kWidth) {
+    const Floats weights = gated ? load(pooled.sum + c) : count;
+    const Floats x = rounded<kType>(load(pooled.total + c) / weights);  // zeros past the row
+    Floats& sum = squares[c / kWidth % 4];
+    sum = fma(x, x, sum);
+    store(latent + c, x);
+  }
+  const Floats sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  const FourFloats four = add_fours(FourFloats{}, sum);
+  return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+template <Number kType>
+void normalise(const float* weight, float factor, int64_t dim, float* x) {
+  const auto* weights = reinterpret_cast<const char*>(weight);
+  for (int64_t c = 0; c < dim; c += kWidth) {
+    const Floats by = load_at<Number::kFp32>(weights, c, dim);
+    store(x + c, rounded<kType>(load(x + c) * factor * by));
+  }
+}
+
+// Stores a vector of a row that entry_type says.
+template <Number kType>
+SPARSE_ATTN_INLINE void store_number(float* row, int64_t i, Floats x) {
+  if constexpr (kType == Number::kBf16) {
+    store_bf16(reinterpret_cast<uint16_t*>(row) + i, x);
+  } else {
+    store(row + i, x);
+  }
+}
+
+template <Number kType>
 void compress_entry(const CompressParams& p, const EntryTokens& tokens, float* memory,
                     float* latent, float* row) {
   const int64_t dim = p.plane.dim, padded = padded_dim(dim);
-  float* const values = memory;
-  float* const gates = memory + tokens.count * padded;
-  for (int64_t i = 0; i < tokens.count; ++i) {
-    const TokenPlace& token = tokens.places[i];
-    const int64_t place = p.span - tokens.count + i;
-    const int64_t channel = p.width == dim ? 0 : place / p.stride * dim;
-    float* value = values + i * padded;
-    convert_row(codec_of(token.row_format).element,
-                token.row + channel * element_bytes(token.row_format), static_cast<int32_t>(dim),
-                value);
-    for (int64_t c = dim; c < padded; ++c) value[c] = 0;
-    if (!p.gates.data) continue;
-    float* gate = gates + i * padded;
-    convert_row(codec_of(token.gate_format).element,
-                token.gate + channel * element_bytes(token.gate_format), static_cast<int32_t>(dim),
-                gate);
-    for (int64_t c = dim; c < padded; ++c) gate[c] = 0;
-    if (!p.bias) continue;
-    const float* bias = p.bias + place % p.stride * p.bias_stride + channel;
-    for (int64_t c = 0; c < dim; ++c) gate[c] += bias[c];
-  }
-  for (int64_t c = 0; c < dim; c += kWidth) {
-    store(latent + c, p.gates.data ? pool<true>(values + c, gates + c, tokens.count, padded)
-                                   : pool<false>(values + c, nullptr, tokens.count, padded));
-  }
-  round_row(p.dtype, latent, padded);
-  if (p.norm) {
-    norm_row(p.norm, p.eps, dim, latent);
-    round_row(p.dtype, latent, padded);
-  }
-  memcpy(row, latent, static_cast<size_t>(dim) * 4);
-  if (p.rotated == 0) return;
   const int64_t position = tokens.entry * p.rope_stride;
-  rotate_pairs(p.cos_sin + position * p.cos_sin_stride, p.rotated, row + dim - p.rotated);
-  round_row(p.dtype, row, padded);
+  const float* const angles = p.cos_sin + position * p.cos_sin_stride;
+  for (int64_t i = 0; i < p.rotated; i += 16) __builtin_prefetch(angles + i);
+  const Pooled pooled = {latent, memory, memory + padded};
+  pool_tokens(p, tokens, pooled, memory + 2 * padded);
+  for (int64_t c = dim; c < padded; ++c) latent[c] = 0;
+  const float squares = average<kType>(pooled, p.gates.data, tokens.count, dim, latent);
+  if (p.norm) {
+    const float factor = 1 / sqrtf(squares / static_cast<float>(dim) + p.eps);
+    normalise<kType>(p.norm, factor, dim, latent);
+  }
+  const int64_t kept = (dim - p.rotated) / kWidth * kWidth;  // vectors without a rotated number
+  float* const turned = memory;
+  for (int64_t c = kept; c < padded; c += kWidth) store(turned + c, load(latent + c));
+  if (p.rotated > 0) rotate_pairs(angles, p.rotated, turned + dim - p.rotated);
+  for (int64_t c = 0; c < kept; c += kWidth) store_number<kType>(row, c, load(latent + c));
+  for (int64_t c = kept; c < padded; c += kWidth)
+    store_number<kType>(row, c, rounded<kType>(load(turned + c)));
+  if (kType != Number::kBf16 || !p.latent) return;
+  for (int64_t c = 0; c < padded; c += kWidth) store_number<kType>(latent, c, load(latent + c));
+}
+
+void compress_entry(const CompressParams& p, const EntryTokens& tokens, float* memory,
+                    float* latent, float* row) {
+  with_plain_type(codec_of(p.dtype).element,
+                  [&](auto type) { compress_entry<type>(p, tokens, memory, latent, row); });
 }
 
 }  // namespace

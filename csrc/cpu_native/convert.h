@@ -34,12 +34,28 @@ SPARSE_ATTN_INLINE void with_type(Number type, const Use& use) {
   }
 }
 
+// Of the types of rows that are not quantised.
+template <class Use>
+SPARSE_ATTN_INLINE void with_plain_type(Number type, const Use& use) {
+  if (type == Number::kBf16) return use(std::integral_constant<Number, Number::kBf16>());
+  if (type == Number::kFp16) return use(std::integral_constant<Number, Number::kFp16>());
+  use(std::integral_constant<Number, Number::kFp32>());
+}
+
 // kWidth of the `count` elements that are left of a row, which it fills up with zeros.
 template <Number kFrom>
 SPARSE_ATTN_INLINE Floats load_rest(const char* row, int32_t count) {
   char rest[kBytes];
   store(rest, load_partial(row, (count * number_bits(kFrom) + 7) / 8));
   return load_as_floats<kFrom>(rest);
+}
+
+// kWidth of a row's numbers from element i on, or as many as are left, filled up with zeros.
+template <Number kFrom>
+SPARSE_ATTN_INLINE Floats load_at(const char* row, int64_t i, int64_t count) {
+  const char* from = row + bytes_of(kFrom, i);
+  return i + kWidth <= count ? load_as_floats<kFrom>(from)
+                             : load_rest<kFrom>(from, static_cast<int32_t>(count - i));
 }
 
 template <Number kFrom>
@@ -83,14 +99,22 @@ class GroupScales {
   float at(int32_t i) const { return at_[i >> shift_]; }
   Floats of(int32_t i) const { return broadcast(at(i)); }
 
+#if defined(__AVX512BF16__)
   // Whether every scale is a power of two, and such that no product leaves the normal numbers.
   bool move_exponents() const {
-    for (int32_t i = 0; i < groups_; ++i) {
-      const uint32_t bits = bits_of(at_[i]);
-      if ((bits & 0x007fffff) != 0 || bits < 10u << 23 || bits > 246u << 23) return false;
-    }
-    return true;
+    return none([](Ints bits) {
+      return ((bits & 0x007fffff) != 0) | (bits < kLeastScale) | (bits > 246 << 23);
+    });
   }
+
+  // Whether no product is subnormal: such count as zero where vectors of bf16 are made.
+  bool keep_normal() const {
+    return none([](Ints bits) {
+      const Ints magnitude = bits & INT32_MAX;
+      return (magnitude != 0) & (magnitude < kLeastScale);
+    });
+  }
+#endif
 
   // Elements that share a scale, at least.
   int32_t size() const { return shift_ < 31 ? 1 << shift_ : INT32_MAX; }
@@ -98,6 +122,21 @@ class GroupScales {
  private:
   GroupScales(int32_t groups, int32_t size)
       : groups_(groups), shift_(size > 0 ? __builtin_ctz(static_cast<uint32_t>(size)) : 31) {}
+
+#if defined(__AVX512BF16__)
+  static constexpr int32_t kLeastScale = 10 << 23;  // times 2^-9, the least element but zero
+
+  template <class Test>
+  bool none(const Test& test) const {
+    __mmask16 found = 0;
+    for (int32_t i = 0; i < groups_; i += kWidth) {
+      const auto failed = (__m512i)test((Ints)load(at_ + i));
+      const uint32_t scales = groups_ - i < kWidth ? (1u << (groups_ - i)) - 1 : 0xffff;
+      found |= _mm512_mask_test_epi32_mask(static_cast<__mmask16>(scales), failed, failed);
+    }
+    return found == 0;
+  }
+#endif
 
   float at_[kMaxGroups];  // in whole vectors
   int32_t groups_, shift_;

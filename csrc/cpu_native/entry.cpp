@@ -2,6 +2,10 @@
 
 #include <string.h>
 
+#include <initializer_list>
+
+#include "memory.h"
+
 namespace sparse_attn {
 namespace {
 
@@ -12,6 +16,24 @@ int64_t bytes_of_part(Format format, Part part) {
     }
   }
   return 0;
+}
+
+constexpr int64_t kLine = 64;
+
+// Calls fetch(p) for every line of memory of an entry. Inline, as a function that does nothing but
+// prefetch counts as one without effect.
+template <class Fetch>
+inline __attribute__((always_inline)) void for_lines(const EntryPlane& plane, int64_t slot,
+                                                     const Fetch& fetch) {
+  if (slot < 0) return;
+  const int64_t page = slot / plane.page_size, offset = slot % plane.page_size;
+  for (const PartRows* part : {&plane.values, &plane.scales, &plane.rope, &plane.pad}) {
+    for (int64_t h = 0; part->bytes > 0 && h < plane.heads; ++h) {
+      const char* row = part->at(page, offset, h);
+      const char* line = row - reinterpret_cast<uintptr_t>(row) % kLine;
+      for (; line < row + part->bytes; line += kLine) fetch(line);
+    }
+  }
 }
 
 }  // namespace
@@ -40,9 +62,9 @@ void place_parts(EntryPlane* plane, char* data, const int64_t strides[3], char* 
 }
 
 void write_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
-               const float* row) {
+               Number from, const char* row) {
   const int64_t page = slot / plane.page_size, offset = slot % plane.page_size;
-  kernels.encode(codec_of(plane.format), row, plane.dim,
+  kernels.encode(codec_of(plane.format), from, row, plane.dim,
                  {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
                   plane.scales.at(page, offset, head)});
   clear_pad(plane, slot);
@@ -57,6 +79,14 @@ EntryParts parts_of(const EntryPlane& plane, int64_t slot, int64_t head) {
   const int64_t page = slot / plane.page_size, offset = slot % plane.page_size;
   return {plane.values.at(page, offset, head), plane.rope.at(page, offset, head),
           plane.scales.at(page, offset, head)};
+}
+
+void fetch_to_read(const EntryPlane& plane, int64_t slot) {
+  for_lines(plane, slot, [](const char* line) { __builtin_prefetch(line); });
+}
+
+void fetch_to_write(const EntryPlane& plane, int64_t slot) {
+  for_lines(plane, slot, [](const char* line) { prefetch_to_write(line); });
 }
 
 void clear_pad(const EntryPlane& plane, int64_t slot) {

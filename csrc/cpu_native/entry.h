@@ -38,23 +38,32 @@ struct EntryPlane {
 void place_parts(EntryPlane* plane, char* data, const int64_t strides[3], char* scale,
                  const int64_t scale_strides[3]);
 
-// The kernels of one instruction set: a row of `dim` floats to and from the parts of an entry.
+// The kernels of one instruction set: a row of `dim` numbers to and from the parts of an entry.
 struct RowKernels {
-  void (*encode)(const Codec& codec, const float* row, int64_t dim, const PartsToWrite& to);
+  // From fp32, bf16 or fp16.
+  void (*encode)(const Codec& codec, Number from, const char* row, int64_t dim,
+                 const PartsToWrite& to);
   void (*decode)(const Codec& codec, const EntryParts& parts, int64_t dim, float* to);
   void (*decode_bf16)(const Codec& codec, const EntryParts& parts, int64_t dim, uint16_t* to);
+  // Copies past the caches.
+  void (*stream)(char* to, const char* from, int64_t bytes);
 };
 
 extern const RowKernels SPARSE_ATTN_ISAS(RowKernels);
 
-// Quantises a row of plane.dim floats into a slot, which must not lie past the plane.
+// Quantises a row of plane.dim numbers (fp32, bf16 or fp16) into a slot, which must not lie past
+// the plane.
 void write_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
-               const float* row);
+               Number from, const char* row);
 
 void read_row(const RowKernels& kernels, const EntryPlane& plane, int64_t slot, int64_t head,
               float* row);
 
 EntryParts parts_of(const EntryPlane& plane, int64_t slot, int64_t head);
+
+// Asks for the memory of an entry. Negative slots have none.
+void fetch_to_read(const EntryPlane& plane, int64_t slot);
+void fetch_to_write(const EntryPlane& plane, int64_t slot);
 
 // Writes the padding of an entry, if its format has some: zeros.
 void clear_pad(const EntryPlane& plane, int64_t slot);

@@ -4,14 +4,21 @@
 #pragma once
 
 #include "encode.h"
+#include "encode_fp4.h"
 #include "entry.h"
 
 namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
 namespace {
 
-void encode(const Codec& codec, const float* row, int64_t dim, const PartsToWrite& to) {
-  encode_row(codec, row, dim, to);
+void encode(const Codec& codec, Number from, const char* row, int64_t dim, const PartsToWrite& to) {
+#if defined(__AVX512BF16__)
+  if (from == Number::kBf16 && codec.element == Number::kE2m1 && codec.scale == Number::kE4m3 &&
+      dim == kFp4Row) {
+    return encode_fp4(row, reinterpret_cast<uint8_t*>(to.values), to.scales);
+  }
+#endif
+  with_plain_type(from, [&](auto type) { encode_row<type>(codec, row, dim, to); });
 }
 
 // An element is one product in float32: stored * scale.
@@ -35,6 +42,13 @@ void decode_bf16(const Codec& codec, const EntryParts& parts, int64_t dim, uint1
   const auto stored = static_cast<int32_t>(dim - codec.rope);
   const int32_t groups = groups_of(codec, stored), group = codec.group ? codec.group : stored;
   const GroupScales scales(codec.scale, parts.scales, groups, codec.group);
+#if defined(__AVX512BF16__)
+  if (groups > 0 && stored % kPair == 0 && scales.keep_normal()) {
+    scale_row(codec.element, parts.values, stored, scales, to);
+    if (codec.rope) memcpy(to + stored, parts.rope, static_cast<size_t>(codec.rope) * 2);
+    return;
+  }
+#endif
   with_type(codec.element, [&](auto type) {
     constexpr Number kFrom = type;
     for (int32_t begin = 0; begin < stored; begin += group) {
@@ -52,10 +66,20 @@ void decode_bf16(const Codec& codec, const EntryParts& parts, int64_t dim, uint1
   if (codec.rope) memcpy(to + stored, parts.rope, static_cast<size_t>(codec.rope) * 2);
 }
 
+// Lines of memory as a whole, past the caches; other rows as ever.
+void stream(char* to, const char* from, int64_t bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % 64 == 0 && bytes % 64 == 0) {
+    for (int64_t i = 0; i < bytes; i += kBytes) stream(to + i, load(from + i));
+  } else {
+    memcpy(to, from, static_cast<size_t>(bytes));
+  }
+}
+
 }  // namespace
 }  // namespace SPARSE_ATTN_ISA
 
 extern const RowKernels SPARSE_ATTN_ROW_KERNELS = {SPARSE_ATTN_ISA::encode, SPARSE_ATTN_ISA::decode,
-                                                   SPARSE_ATTN_ISA::decode_bf16};
+                                                   SPARSE_ATTN_ISA::decode_bf16,
+                                                   SPARSE_ATTN_ISA::stream};
 
 }  // namespace sparse_attn

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -37,6 +38,23 @@ double blocks(const LimitParams& p, const LimitKernels& kernels) {
 }
 
 }  // namespace
+
+void move_rows(const MoveParams& p) {
+  constexpr int64_t kTaskBytes = int64_t{1} << 17, kAhead = 4;
+  const LimitKernels& kernels = kernels_for(p.isa, SPARSE_ATTN_ISAS(LimitKernels));
+  const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / (p.read + p.written));
+  const auto row = [&](int64_t i) {
+    return Move{p.from + p.from_rows[i] * p.read, p.read, p.to + p.to_rows[i] * p.written,
+                p.written};
+  };
+  parallel_for((p.rows + task_rows - 1) / task_rows, p.threads, [&](int64_t task, int32_t) {
+    const int64_t begin = task * task_rows, end = std::min(begin + task_rows, p.rows);
+    for (int64_t i = begin - kAhead; i < end; ++i) {
+      if (i + kAhead < end) kernels.fetch(row(i + kAhead));
+      if (i >= begin) kernels.move(row(i));
+    }
+  });
+}
 
 double work_at_limit(const LimitParams& p) {
   const LimitKernels& kernels = kernels_for(p.isa, SPARSE_ATTN_ISAS(LimitKernels));

@@ -26,6 +26,28 @@ struct LimitParams {
 // are two) or bytes, read and written; 0 if the instruction set lacks the instruction.
 double work_at_limit(const LimitParams& p);
 
+// Rows that are read here and written there: what a call that computes nothing would move.
+struct MoveParams {
+  const char* from = nullptr;
+  int64_t read = 0;                    // bytes of a row
+  const int64_t* from_rows = nullptr;  // their numbers
+  char* to = nullptr;
+  int64_t written = 0;
+  const int64_t* to_rows = nullptr;
+  int64_t rows = 0;
+  int32_t threads = 1;
+  Isa isa = Isa::kPortable;
+};
+
+void move_rows(const MoveParams& p);
+
+struct Move {
+  const char* from;
+  int64_t read;
+  char* to;
+  int64_t written;
+};
+
 // The kernels of one instruction set: each returns its operations.
 struct LimitKernels {
   double (*fp32)(int64_t rounds);
@@ -33,6 +55,8 @@ struct LimitKernels {
   double (*int8)(int64_t rounds);  // null: no products of int8
   // Reads a block while it fetches another.
   void (*read)(const char* block, const char* next);
+  void (*fetch)(const Move& move);  // some rows before it is done
+  void (*move)(const Move& move);
 };
 
 extern const LimitKernels SPARSE_ATTN_ISAS(LimitKernels);

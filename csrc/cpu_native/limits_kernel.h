@@ -4,6 +4,7 @@
 #pragma once
 
 #include "limits.h"
+#include "memory.h"
 #include "simd.h"
 #if defined(__AMX_BF16__)
 #include "amx.h"
@@ -100,10 +101,45 @@ void read(const char* block, const char* next) {
   forget(sum);
 }
 
+constexpr int64_t kLine = 64;
+
+// Lines that are written as a whole go past the caches.
+bool whole_lines(const Move& m) {
+  return reinterpret_cast<uintptr_t>(m.to) % kLine == 0 && m.written % kLine == 0;
+}
+
+void fetch(const Move& m) {
+  constexpr int64_t kFetched = 4096;  // of longer rows the machine fetches the rest
+  for (int64_t i = 0; i < m.read && i < kFetched; i += kLine) __builtin_prefetch(m.from + i);
+  if (whole_lines(m)) return;
+  for (int64_t i = 0; i < m.written && i < kFetched; i += kLine) prefetch_to_write(m.to + i);
+}
+
+void move(const Move& m) {
+  constexpr int64_t kPart = 1024;
+  const bool lines = whole_lines(m);
+  const int64_t step = m.written * kPart / m.read / kLine * kLine;
+  Floats x = {};
+  int64_t written = 0;
+  for (int64_t begin = 0; begin < m.read; begin += kPart) {
+    const bool last = begin + kPart >= m.read;
+    const int64_t end = last ? m.read : begin + kPart;
+    for (int64_t i = begin; i + kBytes <= end; i += kBytes) {
+      x = load(m.from + i);
+      forget(x);
+    }
+    const int64_t to = last ? m.written : written + step;
+    for (; lines && written + kBytes <= to; written += kBytes) stream(m.to + written, x);
+    for (; written + kBytes <= to; written += kBytes) store(m.to + written, x);
+  }
+  memcpy(m.to + written, &x, static_cast<size_t>(m.written - written));
+}
+
 }  // namespace
 }  // namespace SPARSE_ATTN_ISA
 
 extern const LimitKernels SPARSE_ATTN_LIMIT_KERNELS = {
-    SPARSE_ATTN_ISA::fp32, SPARSE_ATTN_ISA::bf16, SPARSE_ATTN_ISA::int8, SPARSE_ATTN_ISA::read};
+    SPARSE_ATTN_ISA::fp32, SPARSE_ATTN_ISA::bf16,  SPARSE_ATTN_ISA::int8,
+    SPARSE_ATTN_ISA::read, SPARSE_ATTN_ISA::fetch, SPARSE_ATTN_ISA::move};
 
 }  // namespace sparse_attn

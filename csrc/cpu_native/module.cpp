@@ -151,6 +151,25 @@ PYBIND11_MODULE(_cpu_native, m) {
       "random order). Returns its operations or bytes; 0 where the instruction is missing.");
 
   m.def(
+      "move_rows",
+      [](py::buffer from, py::buffer from_rows, int64_t read, py::buffer to, py::buffer to_rows,
+         int64_t written, int threads, int isa) {
+        MoveParams p;
+        p.from = static_cast<const char*>(from.request().ptr);
+        p.from_rows = static_cast<const int64_t*>(from_rows.request().ptr);
+        p.read = read;
+        p.to = static_cast<char*>(to.request(true).ptr);
+        p.to_rows = static_cast<const int64_t*>(to_rows.request().ptr);
+        p.written = written;
+        p.rows = from_rows.request().size;
+        p.threads = threads;
+        p.isa = static_cast<Isa>(isa);
+        py::gil_scoped_release release;
+        move_rows(p);
+      },
+      "Reads rows of `read` bytes and writes others of `written`, by their numbers (int64).");
+
+  m.def(
       "formats",
       [] {
         py::list rows;

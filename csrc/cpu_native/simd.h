@@ -65,6 +65,19 @@ SPARSE_ATTN_INLINE Floats load(const void* p) { return *static_cast<const Unalig
 
 SPARSE_ATTN_INLINE void store(void* p, Floats x) { *static_cast<UnalignedFloats*>(p) = x; }
 
+// To an aligned place, past the caches where there is an instruction for it.
+SPARSE_ATTN_INLINE void stream(void* p, Floats x) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(static_cast<float*>(p), (__m512)x);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(static_cast<float*>(p), (__m256)x);
+#elif defined(__x86_64__)
+  _mm_stream_ps(static_cast<float*>(p), x);
+#else
+  store(p, x);
+#endif
+}
+
 // The first `bytes` bytes at p, then zeros. Reads nothing beyond.
 SPARSE_ATTN_INLINE Floats load_partial(const void* p, int64_t bytes) {
 #if defined(__AVX512BW__)
@@ -105,6 +118,13 @@ SPARSE_ATTN_INLINE Floats broadcast_bytes(const void* p) {
 
 SPARSE_ATTN_INLINE Ints broadcast_int(int32_t x) { return Ints{} + x; }
 
+// Whether `fma` rounds once.
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr bool kFusedProducts = true;
+#else
+constexpr bool kFusedProducts = false;
+#endif
+
 // a * b + c
 SPARSE_ATTN_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -131,6 +151,27 @@ SPARSE_ATTN_INLINE Floats max(Floats a, Floats b) {
 #endif
 }
 
+// The smaller; `b` if either is NaN.
+SPARSE_ATTN_INLINE Floats min(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+SPARSE_ATTN_INLINE Ints max(Ints a, Ints b) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 SPARSE_ATTN_INLINE float max(float a, float b) { return a > b ? a : b; }
 
 SPARSE_ATTN_INLINE float largest(Floats x) {
@@ -150,6 +191,21 @@ SPARSE_ATTN_INLINE int32_t highest(Ints x) {
   int32_t result = four[0][0];
   for (int i = 1; i < 4; ++i) result = four[0][i] > result ? four[0][i] : result;
   return result;
+}
+
+template <int... kLane>
+SPARSE_ATTN_INLINE Ints max_of_pairs(Ints x, Ints y, std::integer_sequence<int, kLane...>) {
+  return max(__builtin_shufflevector(x, y, (2 * kLane)...),
+             __builtin_shufflevector(x, y, (2 * kLane + 1)...));
+}
+
+// Lane i is the highest lane of x[i], of kWidth vectors, which are lost.
+SPARSE_ATTN_INLINE Ints highest_of_each(Ints* x) {
+  for (int count = kWidth / 2; count > 0; count /= 2) {
+    for (int i = 0; i < count; ++i)
+      x[i] = max_of_pairs(x[2 * i], x[2 * i + 1], std::make_integer_sequence<int, kWidth>());
+  }
+  return x[0];
 }
 
 // Bit i: a[i] > b[i]. NaN is not.
@@ -485,6 +541,38 @@ SPARSE_ATTN_INLINE void store_nibbles(uint8_t* p, Ints x) {
   svst1b(svptrue_b64(), reinterpret_cast<int8_t*>(p), (SveLongs)((Longs)x | (Longs)x >> 28));
 #else
   for (int i = 0; i < kWidth / 2; ++i) p[i] = static_cast<uint8_t>(x[2 * i] | x[2 * i + 1] << 4);
+#endif
+}
+
+constexpr int kTogether = 4;  // vectors that store_codes takes
+
+// The low kBits bits of every lane of kTogether vectors, side by side; of 4 bits as load_nibbles
+// reads them.
+template <int kBits>
+SPARSE_ATTN_INLINE void store_codes(uint8_t* p, const Ints* x) {
+#if defined(__AVX512VBMI__)
+  // Byte 4i of the first 16 lanes, then of the second.
+  const __m512i lowest = _mm512_setr_epi64(0x1c1814100c080400, 0x3c3834302c282420,
+                                           0x5c5854504c484440, 0x7c7874706c686460, 0, 0, 0, 0);
+  const auto join = [&](Ints a, Ints b) {
+    return _mm512_castsi512_si256(_mm512_permutex2var_epi8((__m512i)a, lowest, (__m512i)b));
+  };
+  __m512i bytes = _mm512_inserti64x4(_mm512_castsi256_si512(join(x[0], x[1])), join(x[2], x[3]), 1);
+  if constexpr (kBits == 8) {
+    _mm512_storeu_si512(p, bytes);
+  } else {
+    bytes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+    bytes = _mm512_or_si512(bytes, _mm512_srli_epi16(bytes, 4));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(bytes));
+  }
+#else
+  for (int i = 0; i < kTogether; ++i) {
+    if constexpr (kBits == 8) {
+      store_bytes(p + i * kWidth, x[i]);
+    } else {
+      store_nibbles(p + i * kWidth / 2, x[i]);
+    }
+  }
 #endif
 }
 
