@@ -61,7 +61,7 @@ class Sequences:
     def __init__(self, line: Line, lengths: list[int], format: str = "", dim: int = 16) -> None:
         self.line, self.lengths = line, lengths
         self.format = layout.FORMATS[format or line.format]
-        self.stride = line.stride if line.stride < 64 else 8  # so that it bites in short sequences
+        self.stride = line.stride if line.stride < 64 else 12  # bites in short sequences, and is no power of two
         self.span = line.span * self.stride // line.stride
         self.heads = 1 if self.format.packed or line.gated else 2
         self.dim = self.format.dim or dim
