@@ -167,7 +167,7 @@ class Attention {
     return converts(rows) || (kAmx && rows.dim > 0);
   }
 
-  // Steps of four bytes that elements of a key or query take; whole registers of them.
+  // Steps of four bytes that elements of a key or query take; what is multiplied together is whole.
   static int64_t steps(int32_t dim) {
     return round_up((dim + Mode::kGroup - 1) / Mode::kGroup, Mode::kSteps);
   }
@@ -226,9 +226,7 @@ class Attention {
           }
           to += steps(dim);
         } else {
-          transpose_rows<Mode>(rows, dim, [=](int32_t step, int count, const Floats* x) {
-            for (int j = 0; j < count; ++j) store(to + (step + j) * width, x[j]);
-          });
+          pack_queries<Mode>(rows, dim, to, width);
           to += steps(dim) * width;
         }
         for (const char*& row : rows) row += dim * kElement;
@@ -526,6 +524,8 @@ class Attention {
                       int32_t lane, int32_t end) {
     if constexpr (kAmx)
       return amx_.multiply_panel(tile, rows, offset, lane, end, alpha_, o, prefetcher_);
+    if (Mode::kSteps == 2 && lane % 2 == 1)  // others come in pairs
+      multiply_lanes<1>(tile, rows, offset, o, lane++);
     if (Mode::kGroup > 1 && lane + 2 * kPvLanes <= end) {
       multiply_lanes<kPvLanes, Values::kRowsToKeep>(tile, rows, offset, o, lane);
       for (lane += kPvLanes; lane + kPvLanes <= end; lane += kPvLanes)
@@ -559,6 +559,17 @@ class Attention {
     if (few_) {
       pv<Mode, kLanes, true, kValues>(scores_ + lane * kTile, kTile, rows, offset, begin, end,
                                       kept_, alpha_ + lane, to, prefetcher_);
+#if defined(SPARSE_ATTN_MATRICES)
+    } else if constexpr (Mode::kSteps == 2) {
+      const auto multiply = [&](auto& fetcher) {
+        pv_matrices<kLanes, kValues>(scores_, shape_.padded_lanes, lane, rows, offset, begin / 2,
+                                     (end + 1) / 2, kept_, alpha_ + lane, to, fetcher);
+      };
+      if (drips_) return multiply(prefetcher_);
+      NoFetcher none;
+      prefetcher_.step();
+      multiply(none);
+#endif
     } else if (drips_) {
       pv<Mode, kLanes, false, kValues>(scores_ + lane, shape_.padded_lanes, rows, offset, begin,
                                        end, kept_, alpha_ + lane, to, prefetcher_);

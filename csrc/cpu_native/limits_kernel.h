@@ -68,14 +68,24 @@ double bf16(int64_t rounds) {
 }
 #elif defined(SPARSE_ATTN_BF16)
 double bf16(int64_t rounds) {
+#if defined(SPARSE_ATTN_MATRICES)
+  return repeat<Floats>(rounds, 8 * kWidth,
+                        [](Floats a, Floats b, Floats sum) { return multiply_bf16(a, b, sum); });
+#else
   return repeat<Floats>(rounds, 4 * kWidth,
                         [](Floats a, Floats b, Floats sum) { return dot_bf16(a, b, sum); });
+#endif
 }
 #endif
 
 #if defined(SPARSE_ATTN_BF16)
 double int8(int64_t rounds) {
-  return repeat<Ints>(rounds, 8 * kWidth, [](Ints a, Ints b, Ints sum) {
+#if defined(SPARSE_ATTN_MATRICES)
+  constexpr int kOperations = 16 * kWidth;  // products of matrices
+#else
+  constexpr int kOperations = 8 * kWidth;
+#endif
+  return repeat<Ints>(rounds, kOperations, [](Ints a, Ints b, Ints sum) {
 #if defined(__AVX512BF16__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(SPARSE_ATTN_SVE)

@@ -29,7 +29,7 @@ struct NoFetcher {
 // What modes that multiply vectors leave to those that multiply tile registers.
 struct VectorMode {
   static constexpr bool kAmx = false;
-  static constexpr int kSteps = 1;  // of a key, that are multiplied together
+  static constexpr int kSteps = 1;  // of a key, that are multiplied together: these are whole
   struct Registers {};
   struct Products {
     template <class... Sizes>
@@ -65,6 +65,9 @@ struct Bf16 : VectorMode {
   static constexpr Format kFormat = Format::kBf16;
   static constexpr Number kType = Number::kBf16;
   static constexpr int kGroup = 2;
+#if defined(SPARSE_ATTN_MATRICES)
+  static constexpr int kSteps = 2;  // products of matrices
+#endif
 
   static SPARSE_ATTN_INLINE Floats dot(Floats a, Floats b, Floats c) { return dot_bf16(a, b, c); }
 
@@ -104,12 +107,86 @@ constexpr int kQkRows = 8, kPvLanes = 8;
 constexpr int kQkRows = 4, kPvLanes = 4;
 #endif
 
+#if defined(SPARSE_ATTN_MATRICES)
+// `add_dots` by products of matrices: two keys by two lanes, two steps at a time.
+template <int kRows, int kVectors, class Between>
+SPARSE_ATTN_INLINE void add_matrices(const char* const* rows, int32_t dim, const float* q,
+                                     Floats (*sum)[kVectors], const Between& between) {
+  static_assert(kRows % 2 == 0, "keys come in pairs");
+  const char* row[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) row[r] = rows[r];
+  Floats total[kRows][kVectors];  // of two keys: the first lanes of a vector, the last ones
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; r += 2) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) {
+      total[r][j] = zip<Doubles, 0>(sum[r][j], sum[r + 1][j]);
+      total[r + 1][j] = zip<Doubles, 1>(sum[r][j], sum[r + 1][j]);
+    }
+  }
+  // Two steps with the panel at `with`; `a` are those of the pairs of keys.
+  const auto multiply = [&](const Floats* a, const float* with) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; ++j) {
+        const Floats b = load(with + (half * kVectors + j) * kWidth);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; r += 2)
+          total[r + half][j] = multiply_bf16(a[r / 2], b, total[r + half][j]);
+      }
+    }
+  };
+  // Four steps of each key, from `offset` on.
+  const auto multiply_fours = [&](const char* const* from, int64_t offset, const float* with,
+                                  bool all) __attribute__((always_inline)) {
+    Floats first[kRows / 2], second[kRows / 2];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; r += 2) {
+      const Floats x = broadcast_fours(from[r] + offset), y = broadcast_fours(from[r + 1] + offset);
+      first[r / 2] = alternate<Doubles, 0>(x, y);
+      second[r / 2] = alternate<Doubles, 1>(x, y);
+    }
+    multiply(first, with);
+    if (all) multiply(second, with + 2 * kVectors * kWidth);
+  };
+  constexpr int kFour = 8;  // elements of four steps
+  const int32_t whole = dim / kFour;
+  for (int32_t k = 0; k < whole; ++k) {
+    between(4 * k);
+    multiply_fours(row, 16 * k, q + 4 * k * kVectors * kWidth, true);
+  }
+  const int32_t rest = dim - whole * kFour;
+  if (rest > 0) {
+    char last[kRows][16] = {};
+    const char* last_rows[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      memcpy(last[r], row[r] + 16 * whole, static_cast<size_t>(rest) * 2);
+      last_rows[r] = last[r];
+    }
+    multiply_fours(last_rows, 0, q + 4 * whole * kVectors * kWidth, rest > kFour / 2);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; r += 2) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) {
+      sum[r][j] = unzip<Doubles, 0>(total[r][j], total[r + 1][j]);
+      sum[r + 1][j] = unzip<Doubles, 1>(total[r][j], total[r + 1][j]);
+    }
+  }
+}
+#endif
+
 // Adds products of kRows keys with a panel of queries to sums: sum[r][j] += key r . queries of
-// vector j. `q` holds the panel, [ceil(dim / kGroup)][kVectors * kWidth]. Calls between(step)
-// at every fourth step.
+// vector j. `q` holds the panel, [steps][kVectors * kWidth], as `pack_queries` leaves it. Calls
+// between(step) at every fourth step.
 template <class Mode, int kRows, int kVectors, class Between>
 SPARSE_ATTN_INLINE void add_dots(const char* const* rows, int32_t dim, const float* q,
                                  Floats (*sum)[kVectors], const Between& between) {
+#if defined(SPARSE_ATTN_MATRICES)
+  if constexpr (Mode::kSteps == 2) return add_matrices<kRows, kVectors>(rows, dim, q, sum, between);
+#endif
   const char* row[kRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) row[r] = rows[r];
@@ -206,6 +283,25 @@ SPARSE_ATTN_INLINE void transpose_rows(const char* const* rows, int32_t dim, Use
     last_rows[r] = last[r];
   }
   transpose(last_rows, 0, whole, (rest + Mode::kGroup - 1) / Mode::kGroup);
+}
+
+// Packs kWidth queries as `add_dots` takes them: a vector of lanes in each step of a panel of
+// `width` lanes. Products of matrices take two steps side by side, of half of the lanes each.
+template <class Mode>
+SPARSE_ATTN_INLINE void pack_queries(const char* const* rows, int32_t dim, float* to,
+                                     int64_t width) {
+  transpose_rows<Mode>(rows, dim, [=](int32_t step, int count, const Floats* x) {
+#if defined(SPARSE_ATTN_MATRICES)
+    if (Mode::kSteps == 2) {
+      for (int j = 0; j < count; j += 2) {
+        store(to + (step + j) * width, zip<Floats, 0>(x[j], x[j + 1]));
+        store(to + (step + j + 1) * width, zip<Floats, 1>(x[j], x[j + 1]));
+      }
+      return;
+    }
+#endif
+    for (int j = 0; j < count; ++j) store(to + (step + j) * width, x[j]);
+  });
 }
 
 // Scores of kWidth keys against kLanes queries: s[lane * ld + key], added to what is there if
@@ -386,6 +482,70 @@ SPARSE_ATTN_APART void pv(const float* p, int64_t p_ld, const char* const* rows,
     store(to + kWidth, fma(a, load(to + kWidth), sum[lane][1]));
   }
 }
+
+#if defined(SPARSE_ATTN_MATRICES)
+// Where the probabilities of a pair of lanes are among those of a group of four rows, which lie in
+// two rows of scores: each takes half of the lanes of a vector.
+SPARSE_ATTN_INLINE int64_t place_of_pair(int32_t lane, int64_t ld) {
+  const int32_t column = lane / kWidth * kWidth, in_vector = lane % kWidth * 2;
+  return column + in_vector % kWidth + in_vector / kWidth * ld;
+}
+
+// `pv` by products of matrices: two lanes by two elements, four rows [4n, 4n + 4) at a time.
+// Probabilities of lanes from `lane` on, even if there are several, are in two rows of `p_ld`
+// floats for each n. What the product takes of a panel is kept at kept[n * 2 * kPanel].
+template <int kLanes, Values kValues, class Fetcher>
+SPARSE_ATTN_APART void pv_matrices(const float* p, int64_t p_ld, int32_t lane,
+                                   const char* const* rows, int64_t offset, int begin, int end,
+                                   float* kept, const float* alpha, float* o, Fetcher& fetcher) {
+  constexpr int kPairs = (kLanes + 1) / 2;
+  Floats sum[kPairs][4] = {};
+  const float* from[kPairs];
+#pragma GCC unroll 4
+  for (int i = 0; i < kPairs; ++i) from[i] = p + place_of_pair(lane / 2 * 2 + 2 * i, p_ld);
+  for (int n = begin; n < end; ++n) {
+    fetcher.step();
+    fetcher.step();
+    Floats v[4];
+    if (kValues == Values::kKept) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) v[j] = load(kept + n * 2 * kPanel + j * kWidth);
+    } else {
+      Floats x[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) x[j] = load(rows[4 * n + j] + offset);
+      const Floats a[2] = {zip<Shorts, 0>(x[0], x[1]), zip<Shorts, 1>(x[0], x[1])};
+      const Floats b[2] = {zip<Shorts, 0>(x[2], x[3]), zip<Shorts, 1>(x[2], x[3])};
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        v[2 * j] = zip<Floats, 0>(a[j], b[j]);
+        v[2 * j + 1] = zip<Floats, 1>(a[j], b[j]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4 && kValues == Values::kRowsToKeep; ++j)
+      store(kept + n * 2 * kPanel + j * kWidth, v[j]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i) {
+      const Floats a = broadcast_fours(reinterpret_cast<const char*>(from[i] + 2 * n * p_ld));
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) sum[i][j] = multiply_bf16(a, v[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; ++i) {
+    const Floats a = broadcast(alpha[i]), *x = sum[i / 2];
+    float* to = o + i * kPanel;
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j, to += kWidth) {
+      const bool first = kLanes == 1 ? lane % 2 == 0 : i % 2 == 0;
+      const Floats y = first ? unzip<Doubles, 0>(x[2 * j], x[2 * j + 1])
+                             : unzip<Doubles, 1>(x[2 * j], x[2 * j + 1]);
+      store(to, fma(a, load(to), y));
+    }
+  }
+}
+#endif
 
 }  // namespace
 }  // namespace SPARSE_ATTN_ISA

@@ -159,10 +159,10 @@ class Scorer {
  private:
   typedef typename Mode::Element Element;
 
-  // Steps of four bytes of a packed query.
+  // Steps of four bytes of a packed query; what is multiplied together is whole.
   int64_t steps() const {
     const int64_t steps = (p_.dim + Mode::kGroup - 1) / Mode::kGroup;
-    return multiplies_fours_ ? round_up(steps, 4) : steps;
+    return multiplies_fours_ ? round_up(steps, 4) : round_up(steps, Mode::kSteps);
   }
 
   bool pools_scores() const { return pools(p_) && !pools_keys(p_); }
@@ -190,9 +190,7 @@ class Scorer {
     for (int32_t lane = 0; joins_heads(p_) && lane < lanes_.count(); lane += kWidth) {
       const int32_t panel = lane / kPanel * kPanel;
       float* to = q_packed_ + panel * steps() + (lane - panel);
-      transpose_rows<Mode>(q_ + lane, p_.dim, [=](int32_t step, int count, const Floats* x) {
-        for (int j = 0; j < count; ++j) store(to + (step + j) * kPanel, x[j]);
-      });
+      pack_queries<Mode>(q_ + lane, p_.dim, to, kPanel);
     }
   }
 

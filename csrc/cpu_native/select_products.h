@@ -88,6 +88,7 @@ struct Int8 {
   static constexpr Format kFormat = Format::kInt8;
   static constexpr Number kType = Number::kNone;  // of no plane: all keys are moved
   static constexpr int kGroup = 4;
+  static constexpr int kSteps = 1;
   static constexpr int kMove = 128;
 
   // Written out: GCC 12 copies vectors of floats that are taken for integers at each step of a
@@ -132,7 +133,7 @@ SPARSE_ATTN_APART void join_keys(const char* const* rows, int32_t dim, const Joi
     add_dots<Mode, kRows, 2>(rows, dim, q, sum, [=](int32_t step) __attribute__((always_inline)) {
       prefetch_l1(ahead + 16 * step);
     });
-    q += int64_t{kPanel} * ((dim + Mode::kGroup - 1) / Mode::kGroup);
+    q += kPanel * round_up((dim + Mode::kGroup - 1) / Mode::kGroup, Mode::kSteps);
     ahead += dim / (4 * Mode::kGroup) * 64;
     const Floats w[2] = {load(heads.weights + lane), load(heads.weights + lane + kWidth)};
     Floats q_scale[2] = {};

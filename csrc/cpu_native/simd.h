@@ -22,6 +22,9 @@
 // Products of pairs of bf16.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define SPARSE_ATTN_BF16
+#if defined(__aarch64__)
+#define SPARSE_ATTN_MATRICES  // of two by four of them
+#endif
 #endif
 
 #include "../common/layout.h"
@@ -330,18 +333,45 @@ SPARSE_ATTN_INLINE Floats load_fours(const char* const* p, int64_t offset) {
 }
 
 #if defined(__aarch64__)
-// Every other lane of x and of y from kFirst on, by turns; of lanes as large as those of `Vector`.
+template <class Vector>
+constexpr int kLanesOf = sizeof(Vector) / sizeof(Vector{}[0]);
+
+// What follows rearranges lanes as large as those of `Vector`.
+
+// Every other lane of x and of y from kFirst on, by turns.
 template <class Vector, int kFirst, int... kLane>
 SPARSE_ATTN_INLINE Floats alternate(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
-  constexpr int kLanes = sizeof...(kLane);
-  return (Floats)__builtin_shufflevector((Vector)x, (Vector)y,
-                                         (kLane / 2 * 2 + kFirst + kLane % 2 * kLanes)...);
+  return (Floats)__builtin_shufflevector(
+      (Vector)x, (Vector)y, (kLane / 2 * 2 + kFirst + kLane % 2 * kLanesOf<Vector>)...);
 }
 
 template <class Vector, int kFirst>
 SPARSE_ATTN_INLINE Floats alternate(Floats x, Floats y) {
-  constexpr int kLanes = sizeof(Vector) / sizeof(Vector{}[0]);
-  return alternate<Vector, kFirst>(x, y, std::make_integer_sequence<int, kLanes>());
+  return alternate<Vector, kFirst>(x, y, std::make_integer_sequence<int, kLanesOf<Vector>>());
+}
+
+// The first (kHalf 0) or second halves of x and y, by turns.
+template <class Vector, int kHalf, int... kLane>
+SPARSE_ATTN_INLINE Floats zip(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
+  constexpr int kLanes = kLanesOf<Vector>;
+  return (Floats)__builtin_shufflevector((Vector)x, (Vector)y,
+                                         (kHalf * kLanes / 2 + kLane / 2 + kLane % 2 * kLanes)...);
+}
+
+template <class Vector, int kHalf>
+SPARSE_ATTN_INLINE Floats zip(Floats x, Floats y) {
+  return zip<Vector, kHalf>(x, y, std::make_integer_sequence<int, kLanesOf<Vector>>());
+}
+
+// Every other lane of x from kFirst on, then of y.
+template <class Vector, int kFirst, int... kLane>
+SPARSE_ATTN_INLINE Floats unzip(Floats x, Floats y, std::integer_sequence<int, kLane...>) {
+  return (Floats)__builtin_shufflevector((Vector)x, (Vector)y, (2 * kLane + kFirst)...);
+}
+
+template <class Vector, int kFirst>
+SPARSE_ATTN_INLINE Floats unzip(Floats x, Floats y) {
+  return unzip<Vector, kFirst>(x, y, std::make_integer_sequence<int, kLanesOf<Vector>>());
 }
 #else
 // Of each four lanes of x and those of y, which count on from 4: four.
@@ -699,6 +729,18 @@ SPARSE_ATTN_INLINE Floats dot_bf16_lane(Floats a, Floats b, Floats c) {
   SPARSE_ATTN_SVE_ADD("bfdot %0.s, %1.h, %2.h[%3]", c, "w"(b), "y"(a), "i"(kLane));
 #else
   return vbfdotq_laneq_f32(c, (bfloat16x8_t)b, (bfloat16x8_t)a, kLane);
+#endif
+}
+#endif
+
+#if defined(__aarch64__)
+// Within each four lanes a and b are matrices of two rows of four bf16, and c one of two by two
+// float32, to which a times the transpose of b is added: two steps of dot_bf16 for each lane.
+SPARSE_ATTN_INLINE Floats multiply_bf16(Floats a, Floats b, Floats c) {
+#if defined(SPARSE_ATTN_SVE)
+  SPARSE_ATTN_SVE_ADD("bfmmla %0.s, %1.h, %2.h", c, "w"(a), "w"(b));
+#else
+  return vbfmmlaq_f32(c, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #endif
 }
 #endif

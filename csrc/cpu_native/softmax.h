@@ -57,7 +57,11 @@ inline void softmax_lanes(const Tile& tile, const float* factors, float* s, int6
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) store(s + (n + i) * ld, p[i]);
     } else {
-#if defined(SPARSE_ATTN_BF16)
+#if defined(SPARSE_ATTN_MATRICES)  // as pv_matrices takes them
+      const Floats first = pair_bf16(p[0], p[1]), second = pair_bf16(p[2], p[3]);
+      store(s + n / 2 * ld, zip<Floats, 0>(first, second));
+      store(s + (n / 2 + 1) * ld, zip<Floats, 1>(first, second));
+#elif defined(SPARSE_ATTN_BF16)
       store(s + n / 2 * ld, pair_bf16(p[0], p[1]));
       store(s + (n / 2 + 1) * ld, pair_bf16(p[2], p[3]));
 #endif

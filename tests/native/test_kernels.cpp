@@ -574,6 +574,100 @@ void compare(Case& c, const char* isa) {
   }
 }
 
+// Attends a row of each sequence by itself, which takes other loops than with rows beside it: the
+// same bits.
+void compare_rows_alone(const Case& c, const char* isa) {
+  for (int64_t b = 0; b < c.p.batch; ++b) {
+    const int64_t begin = c.starts[static_cast<size_t>(b)];
+    const int64_t end = c.starts[static_cast<size_t>(b) + 1];
+    if (begin == end) continue;
+    const int64_t row = begin + below(end - begin);
+    const int32_t length = c.lengths[static_cast<size_t>(b)];
+    const int32_t position = length - static_cast<int32_t>(end - row);
+    if (position < 0) continue;
+    AttendParams p = c.p;
+    const int32_t starts[] = {0, 1}, lengths[] = {p.causal ? position + 1 : length};
+    const size_t bytes = c.out.size() / static_cast<size_t>(p.tokens);
+    std::vector<char> out(bytes);
+    std::vector<float> lse(static_cast<size_t>(p.heads));
+    p.q += row * p.q_strides[0];
+    p.cu_seqlens_q = starts;
+    p.seq_lens = lengths;
+    p.out = out.data();
+    p.lse = lse.data();
+    p.tokens = p.batch = p.max_seqlen_q = 1;
+    for (PlaneParams* plane : {&p.window, &p.main}) {
+      if (!plane->given) continue;
+      plane->page_table += b * plane->page_table_stride;
+      if (plane->range) plane->range += 2 * row;
+      if (plane->listed) plane->indices += row * plane->index_strides[0];
+      if (plane->counts) plane->counts += row * plane->index_heads;
+    }
+    CHECK(attend(p).error == CallError::kNone, "%s %s: a row alone", isa, c.words.c_str());
+    const auto at = static_cast<size_t>(row);
+    CHECK(memcmp(out.data(), c.out.data() + at * bytes, bytes) == 0 &&
+              memcmp(lse.data(), c.lse.data() + at * lse.size(), 4 * lse.size()) == 0,
+          "%s %s: row %d depends on rows beside it", isa, c.words.c_str(), int(row));
+  }
+}
+
+// Makes an element infinite that the last row of a sequence attends: rows that do not attend it
+// keep their bits.
+void compare_beside_infinity(Case& c, const char* isa) {
+  PlaneCase& plane = c.main;
+  if (!c.p.main.given) return;
+  Plane& values = plane.tensors[static_cast<size_t>(plane.v >= 0 ? plane.v : plane.k)];
+  if (values.format != Format::kBf16) return;
+  const std::vector<char> finite = c.out;
+  for_each_row(c.p, [&](int64_t b, int64_t last, int64_t last_position) {
+    if (last + 1 < c.p.cu_seqlens_q[b + 1]) return;
+    const std::vector<int64_t> entries = attended(c.p, c.p.main, b, last, last_position, 0);
+    if (entries.empty()) return;
+    const int64_t entry = entries.back(), page_size = c.p.main.page_size;
+    const auto column = static_cast<size_t>(b * c.p.main.max_pages + entry / page_size);
+    char* const element = values.at(plane.table[column], entry % page_size, 0);
+    char kept[2];
+    memcpy(kept, element, sizeof(kept));
+    write(element, values.format, INFINITY);
+    CHECK(attend(c.p).error == CallError::kNone, "%s %s", isa, c.words.c_str());
+    for_each_row(c.p, [&](int64_t sequence, int64_t row, int64_t position) {
+      const std::vector<int64_t> own = attended(c.p, c.p.main, sequence, row, position, 0);
+      if (sequence == b && std::find(own.begin(), own.end(), entry) != own.end()) return;
+      const size_t bytes = c.out.size() / static_cast<size_t>(c.p.tokens);
+      const size_t at = static_cast<size_t>(row) * bytes;
+      CHECK(memcmp(c.out.data() + at, finite.data() + at, bytes) == 0,
+            "%s %s: row %d notices what it does not attend", isa, c.words.c_str(), int(row));
+    });
+    memcpy(element, kept, sizeof(kept));
+  });
+}
+
+// Calls whose rows share vectors, and whose numbers all are numbers of bf16.
+void test_rows_alone(int count) {
+  const auto short_type = [](const PagedRows& rows) {
+    return rows.dim == 0 || (rows.type != Number::kFp32 && rows.type != Number::kFp16);
+  };
+  while (count > 0) {
+    Case c = make_case();
+    const PlaneParams &window = c.p.window, &main = c.p.main;
+    if (window.listed || main.listed || c.p.heads / c.p.kv_heads > 3 || c.p.max_seqlen_q < 8 ||
+        c.p.q_format != Format::kBf16 || !short_type(window.k) || !short_type(main.k) ||
+        !short_type(main.rope) || !short_type(main.v))
+      continue;
+    --count;
+    show(c, c.window);
+    show(c, c.main);
+    c.p.window.page_table = c.window.table.data();
+    c.p.main.page_table = c.main.table.data();
+    for (Isa isa : isas_of_machine()) {
+      c.p.isa = isa;
+      CHECK(attend(c.p).error == CallError::kNone, "%s", c.words.c_str());
+      compare_rows_alone(c, name_of(isa));
+      compare_beside_infinity(c, name_of(isa));
+    }
+  }
+}
+
 void test_random_calls(int count) {
   for (int i = 0; i < count; ++i) {
     Case c = make_case();
@@ -600,6 +694,7 @@ void test_random_calls(int count) {
         out = c.out;
         lse = c.lse;
       }
+      compare_rows_alone(c, name);
       hide(c.window);
       hide(c.main);
       compare(c, name);
@@ -955,6 +1050,7 @@ int main(int count, char** arguments) {
   test_store(300);
   test_merges(60);
   test_select_merges(60);
+  test_rows_alone(12);
   test_random_calls(count > 1 ? atoi(arguments[1]) : 300);
   printf("passed:");
   for (Isa isa : isas_of_machine()) printf(" %s", name_of(isa));
