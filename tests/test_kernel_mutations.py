@@ -72,7 +72,7 @@ FAULTS = [
     ("wrong scale", "attend_kernel.h", "p_.scale * 1.44269504088896341", "p_.scale", LINES),
     ("partial results merged crosswise", "partial.h", "f0 = exp2(m0 - m), f1 = exp2(m1 - m)",
      "f1 = exp2(m0 - m), f0 = exp2(m1 - m)", LINES),
-    ("last partial result forgotten", "attend_kernel.h", "if (chunks > 1) merge_into(shape_, total, part);", "",
+    ("last partial result forgotten", "partial.h", "    merge_last();\n    finish(", "    finish(",
      LONG),
     ("running maximum not applied", "softmax.h", "const Floats alpha = exp2(before - maximum);",
      "const Floats alpha = broadcast(1.0f);", LONG),

@@ -241,7 +241,7 @@ class ListedRows {
       const char* row = rows_[at];
       const char* const end = row + bytes_[at / kTile % 2];
       do {
-        __builtin_prefetch(row, 0, 3);
+        prefetch_l1(row);
         row += 64;
       } while (row < end);
     }
@@ -321,15 +321,6 @@ class FewAttention {
            plane.v_scale.dim == 0 && heads_per_group(p) <= kMostFew;
   }
 
-  static int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
-    Block block;
-    block.rows = lanes;
-    block.heads = 1;
-    Carver carver(nullptr);
-    const FewAttention counted(p, block, &carver);
-    return carver.taken();
-  }
-
   FewAttention(const AttendParams& p, const Block& block, Carver* carver)
       : p_(p), block_(block), shape_(p, lanes_of(block)) {
     zeros_bytes_ = round_up((p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim) * kElement, kBytes);
@@ -352,26 +343,13 @@ class FewAttention {
       listed_.step();
     }
     pack();
-    const auto partial_of = [&](int64_t chunk) {
-      return shape_.partial(partials + (chunk - begin) * shape_.partial_floats());
-    };
-    for (int64_t chunk = begin; partials && chunk < end; ++chunk) clear(shape_, partial_of(chunk));
-    const Partial total = shape_.partial(partials_[0]), part = shape_.partial(partials_[1]);
-    if (!partials) clear(shape_, total);
-    int64_t chunk = -1, chunks = 0;
+    ChunkResults results(shape_, begin, end, partials, partials_);
     for (int64_t tile = 0; listed_.list(tile); ++tile) {
       listed_.list(tile + 1);
-      if (listed_.chunk(tile) != chunk) {
-        if (chunks > 1 && !partials) merge_into(shape_, total, part);
-        if (++chunks > 1 && !partials) clear(shape_, part);
-        chunk = listed_.chunk(tile);
-      }
-      attend_tile(tile, partials ? partial_of(chunk) : chunks == 1 ? total : part);
+      attend_tile(tile, results.of(listed_.chunk(tile)));
     }
     if (listed_.failed()) return false;
-    if (partials) return true;
-    if (chunks > 1) merge_into(shape_, total, part);
-    finish(p_, block_, shape_, total);
+    results.close(p_, block_);
     return true;
   }
 

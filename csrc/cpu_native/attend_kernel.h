@@ -63,15 +63,6 @@ struct Bounds {
 template <class Mode>
 class Attention {
  public:
-  static int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
-    Block block;
-    block.rows = lanes;
-    block.heads = 1;
-    Carver carver(nullptr);
-    const Attention counted(p, block, &carver);
-    return carver.taken();
-  }
-
   Attention(const AttendParams& p, const Block& block, Carver* carver)
       : p_(p),
         block_(block),
@@ -119,24 +110,11 @@ class Attention {
     if (more && (few_ || fours_)) prefetcher_.read(*tile);
     if (p_.main.given) pack(main_parts_, q_main_);
     if (p_.window.given && (!p_.main.given || q_window_ != q_main_)) pack(window_parts_, q_window_);
-    for (int64_t chunk = begin; partials && chunk < end; ++chunk) {
-      clear(shape_, shape_.partial(partials + (chunk - begin) * shape_.partial_floats()));
-    }
-    const Partial total = shape_.partial(partials_[0]), part = shape_.partial(partials_[1]);
-    if (!partials) clear(shape_, total);
+    ChunkResults results(shape_, begin, end, partials, partials_);
 
-    int64_t chunk = -1, chunks = 0;
     while (more) {
       more = stream.next(next);
-      if (tile->chunk != chunk) {
-        if (chunks > 1 && !partials) merge_into(shape_, total, part);
-        if (++chunks > 1 && !partials) clear(shape_, part);
-        chunk = tile->chunk;
-      }
-      const Partial into =
-          partials      ? shape_.partial(partials + (chunk - begin) * shape_.partial_floats())
-          : chunks == 1 ? total
-                        : part;
+      const Partial into = results.of(tile->chunk);
       prefetcher_.open(more ? next : nullptr, fetches(*tile));
       attend_tile(*tile, into);
       Tile* done = tile;
@@ -144,9 +122,7 @@ class Attention {
       next = done;
     }
     if (stream.failed()) return false;
-    if (partials) return true;
-    if (chunks > 1) merge_into(shape_, total, part);
-    finish(p_, block_, shape_, total);
+    results.close(p_, block_);
     return true;
   }
 
@@ -652,8 +628,14 @@ SPARSE_ATTN_INLINE auto with_class(const AttendParams& p, const Use& use) {
 }
 
 int64_t scratch_bytes(const AttendParams& p, int32_t lanes) {
-  return with_class(p,
-                    [&](auto chosen) { return decltype(chosen)::Type::scratch_bytes(p, lanes); });
+  Block block;
+  block.rows = lanes;
+  block.heads = 1;
+  Carver carver(nullptr);
+  return with_class(p, [&](auto chosen) {
+    [[maybe_unused]] const typename decltype(chosen)::Type counted(p, block, &carver);
+    return carver.taken();
+  });
 }
 
 int64_t partial_floats(const AttendParams& p, int32_t lanes) {

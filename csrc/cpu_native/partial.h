@@ -105,6 +105,55 @@ inline void finish(const AttendParams& p, const Block& block, const Shape& shape
   }
 }
 
+// The results of a block's chunks, which come in order: each where the caller has room for it, or
+// all of them merged.
+class ChunkResults {
+ public:
+  // `given`: room for the results of chunks [begin, end), or null. `own`: room for two.
+  ChunkResults(const Shape& shape, int64_t begin, int64_t end, float* given, float* const* own)
+      : shape_(shape),
+        begin_(begin),
+        given_(given),
+        total_(shape.partial(own[0])),
+        part_(shape.partial(own[1])) {
+    for (int64_t chunk = begin; given && chunk < end; ++chunk) clear(shape, given_to(chunk));
+    if (!given) clear(shape, total_);
+  }
+
+  // What entries of a chunk are added to.
+  Partial of(int64_t chunk) {
+    if (given_) return given_to(chunk);
+    if (chunk != chunk_) {
+      merge_last();
+      if (++chunks_ > 1) clear(shape_, part_);
+      chunk_ = chunk;
+    }
+    return chunks_ == 1 ? total_ : part_;
+  }
+
+  // Writes the block's out and lse, unless the caller has the results of its chunks.
+  void close(const AttendParams& p, const Block& block) {
+    if (given_) return;
+    merge_last();
+    finish(p, block, shape_, total_);
+  }
+
+ private:
+  Partial given_to(int64_t chunk) const {
+    return shape_.partial(given_ + (chunk - begin_) * shape_.partial_floats());
+  }
+
+  void merge_last() const {
+    if (chunks_ > 1) merge_into(shape_, total_, part_);
+  }
+
+  const Shape& shape_;
+  const int64_t begin_;
+  float* const given_;
+  const Partial total_, part_;
+  int64_t chunk_ = -1, chunks_ = 0;  // the last one, and how many there were
+};
+
 }  // namespace
 }  // namespace SPARSE_ATTN_ISA
 }  // namespace sparse_attn
