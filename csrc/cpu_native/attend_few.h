@@ -21,8 +21,16 @@ static_assert(kFourKeys <= 4, "sums of four keys are joined");
 // Most lanes of a KV head. More would be bound by products.
 constexpr int kMostFew = 8;
 
-// Rows that are fetched ahead.
+// Rows that are fetched ahead, and how a line of them is. Rows of a head that lie 2 KB apart share
+// two sets of the first-level cache, which hold 24 of them: others drive them out before they are
+// read. Processors with AMX do not drop the hint for the second level.
+#if defined(__AMX_BF16__)
+constexpr int64_t kAhead = 128;
+SPARSE_ATTN_INLINE void prefetch_row(const char* line) { prefetch(line); }
+#else
 constexpr int64_t kAhead = 96;
+SPARSE_ATTN_INLINE void prefetch_row(const char* line) { prefetch_l1(line); }
+#endif
 
 // The key in place i of vector v of scores. In vectors of even number even keys, in the others odd
 // ones, where the probabilities of neighbours become pairs.
@@ -241,7 +249,7 @@ class ListedRows {
       const char* row = rows_[at];
       const char* const end = row + bytes_[at / kTile % 2];
       do {
-        prefetch_l1(row);
+        prefetch_row(row);
         row += 64;
       } while (row < end);
     }
@@ -311,8 +319,9 @@ class ListedRows {
   uint64_t each_ = 0, due_ = 0;  // rows of a step, in parts of kOne
 };
 
-template <class Mode>
-class FewAttention {
+// What is left to a class of products, `Own`: pack(), and attend_tile(tile, into).
+template <class Mode, class Own>
+class ListedAttention {
  public:
   static bool serves(const AttendParams& p) {
     const PlaneParams& plane = p.main;
@@ -321,45 +330,80 @@ class FewAttention {
            plane.v_scale.dim == 0 && heads_per_group(p) <= kMostFew;
   }
 
-  FewAttention(const AttendParams& p, const Block& block, Carver* carver)
-      : p_(p), block_(block), shape_(p, lanes_of(block)) {
-    zeros_bytes_ = round_up((p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim) * kElement, kBytes);
-    zeros_ = carver->take<char>(zeros_bytes_);
-    rows_ = carver->take<const char*>(ListedRows::kTiles * ListedRows::kTileRows);
-    q_ = carver->take<float>(fours() * packed_floats());
-    q_row_ = carver->take<float>(p.q_format == Mode::kFormat ? 0 : p.qk_dim);
-    scores_ = carver->take<float>(fours() * kTile * kFour);
-    alpha_ = carver->take<float>(fours() * kFour);
-    v_rest_ = carver->take<Element>(kTile * kPanel);
-    for (float*& partial : partials_) partial = carver->take<float>(shape_.partial_floats());
-  }
-
   // See Kernels::attend.
   bool run(int64_t begin, int64_t end, float* partials) {
+    [[maybe_unused]] const typename Mode::Registers registers;
     memset(zeros_, 0, static_cast<size_t>(zeros_bytes_));
     listed_.init(p_, block_, begin, end, zeros_, rows_);
     if (listed_.list(0)) {
       listed_.open(0, 1);
       listed_.step();
     }
-    pack();
+    auto* own = static_cast<Own*>(this);
+    own->pack();
     ChunkResults results(shape_, begin, end, partials, partials_);
     for (int64_t tile = 0; listed_.list(tile); ++tile) {
       listed_.list(tile + 1);
-      attend_tile(tile, results.of(listed_.chunk(tile)));
+      own->attend_tile(tile, results.of(listed_.chunk(tile)));
     }
     if (listed_.failed()) return false;
     results.close(p_, block_);
     return true;
   }
 
- private:
+ protected:
   typedef typename Mode::Element Element;
 
   static constexpr int64_t kElement = sizeof(Element);
-  static constexpr int kElements = kWidth * Mode::kGroup;  // of a vector
+
+  ListedAttention(const AttendParams& p, const Block& block, Carver* carver)
+      : p_(p), block_(block), shape_(p, lanes_of(block)) {
+    zeros_bytes_ = round_up((p.qk_dim > p.v_dim ? p.qk_dim : p.v_dim) * kElement, kBytes);
+    zeros_ = carver->take<char>(zeros_bytes_);
+    rows_ = carver->take<const char*>(ListedRows::kTiles * ListedRows::kTileRows);
+    for (float*& partial : partials_) partial = carver->take<float>(shape_.partial_floats());
+  }
 
   int64_t fours() const { return (shape_.lanes + kFour - 1) / kFour; }
+
+  const char* query(int32_t lane) const {
+    return p_.q + block_.row * p_.q_strides[0] + (block_.head + lane) * p_.q_strides[1];
+  }
+
+  // What scores are multiplied by: powers are of two.
+  float factor() const { return static_cast<float>(p_.scale * 1.44269504088896341); }
+
+  const AttendParams& p_;
+  const Block& block_;
+  const Shape shape_;
+  int64_t zeros_bytes_;
+  char* zeros_;
+  ListedRows listed_;
+
+ private:
+  const char** rows_;
+  float* partials_[2];
+};
+
+template <class Mode>
+class FewAttention : public ListedAttention<Mode, FewAttention<Mode>> {
+  typedef ListedAttention<Mode, FewAttention> Base;
+  friend Base;
+
+ public:
+  FewAttention(const AttendParams& p, const Block& block, Carver* carver) : Base(p, block, carver) {
+    q_ = carver->take<float>(fours() * packed_floats());
+    q_row_ = carver->take<float>(p.q_format == Mode::kFormat ? 0 : p.qk_dim);
+    scores_ = carver->take<float>(fours() * kTile * kFour);
+    alpha_ = carver->take<float>(fours() * kFour);
+    v_rest_ = carver->take<Element>(kTile * kPanel);
+  }
+
+ private:
+  using Base::fours, Base::kElement, Base::listed_, Base::p_, Base::shape_;
+  using typename Base::Element;
+
+  static constexpr int kElements = kWidth * Mode::kGroup;  // of a vector
 
   int64_t packed_floats() const { return (p_.qk_dim + kElements - 1) / kElements * kFour * kWidth; }
 
@@ -367,8 +411,7 @@ class FewAttention {
   void pack() {
     memset(q_, 0, static_cast<size_t>(fours() * packed_floats()) * 4);
     for (int32_t lane = 0; lane < shape_.lanes; ++lane) {
-      const char* row =
-          p_.q + block_.row * p_.q_strides[0] + (block_.head + lane) * p_.q_strides[1];
+      const char* row = Base::query(lane);
       if (p_.q_format != Mode::kFormat) {
         convert_row(codec_of(p_.q_format).element, row, p_.qk_dim, q_row_);
         row = reinterpret_cast<const char*>(q_row_);
@@ -388,7 +431,6 @@ class FewAttention {
     const int64_t keys = round_up(count, kFourKeys * Mode::kGroup);
     const int64_t qk = keys / kQkRows * 2 * (p_.qk_dim / kElements);
     listed_.open(tile + 1, fours() * (qk + keys / kFourKeys + calls * groups));
-    const float factor = static_cast<float>(p_.scale * 1.44269504088896341);
     for (int64_t i = 0; i < fours(); ++i) {
       qk_four<Mode>(listed_.keys(tile), count, p_.qk_dim, q_ + i * packed_floats(), scores(i),
                     listed_);
@@ -396,7 +438,7 @@ class FewAttention {
     for (int64_t i = 0; i < fours(); ++i) {
       const int64_t lane = i * kFour;
       const LaneState state = {into.maximum + lane, into.sum + lane, alpha_ + lane};
-      softmax_four<Mode>(scores(i), count, factor, state, listed_);
+      softmax_four<Mode>(scores(i), count, Base::factor(), state, listed_);
     }
     multiply_values(listed_.values(tile), count, static_cast<int>(groups), into);
   }
@@ -431,21 +473,17 @@ class FewAttention {
     }
   }
 
-  const AttendParams& p_;
-  const Block& block_;
-  const Shape shape_;
-  int64_t zeros_bytes_;
-  char* zeros_;
-  const char** rows_;
   float* q_;
   float* q_row_;
   float* scores_;
   float* alpha_;
   Element* v_rest_;
-  float* partials_[2];
-  ListedRows listed_;
 };
 
 }  // namespace
 }  // namespace SPARSE_ATTN_ISA
 }  // namespace sparse_attn
+
+#if defined(__AMX_BF16__)
+#include "attend_few_amx.h"
+#endif
