@@ -193,6 +193,38 @@ def test_any_number_of_heads(isa: str, q_heads: int, dtype: str, format: str) ->
     cases.assert_agrees(IMPL, *cases.attend(**options, index_heads=1, selected=40))
 
 
+@pytest.mark.parametrize("heads", [(4, 1), (6, 2), (8, 1)])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 160), (80, 33), (192, 96)])
+def test_few_heads_with_lists(isa: str, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    """Registers that are filled and those that are not; rows that lie evenly and rows of many pages."""
+    sizes = dict(q_heads=heads[0], kv_heads=heads[1], qk_dim=dims[0], v_dim=dims[1], index_heads=heads[1])
+    options = dict(sizes, dtype="bfloat16", format="bf16", v_format="bf16", lengths=(900, 41), rows=(1, 3))
+    for page_size, select_block, selected in ((64, 64, 10), (16, 48, 17), (3, 1, 555)):
+        lists = dict(page_size=page_size, select_block=select_block, selected=selected)
+        cases.assert_agrees(IMPL, *cases.attend(**options, **lists))
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (8, 1)])
+def test_few_heads_beside_infinity(isa: str, heads: tuple[int, int]) -> None:
+    """An element of a value that is no number reaches the same element of outputs, and no other."""
+    sizes = dict(q_heads=heads[0], kv_heads=heads[1], qk_dim=64, v_dim=168, index_heads=1, selected=300)
+    leading, kwargs = cases.attend(
+        **sizes, dtype="bfloat16", format="bf16", v_format="bf16", lengths=(700,), rows=(1,), padding=0
+    )
+    kwargs["indices"] = torch.arange(300, dtype=torch.int32).view(1, 1, 300) * 2
+    clean = cases.run(IMPL, leading, kwargs)
+    places = ((40, 0, torch.inf), (420, 31, -torch.inf), (598, 130, torch.nan), (2, 167, torch.inf))
+    for entry, element, number in places:
+        page, offset = int(kwargs["page_table"][0, entry // 4]), entry % 4
+        v = kwargs["v"].clone()
+        v[page, offset, 0, element] = number
+        out, lse = cases.run(IMPL, leading, dict(kwargs, v=v))
+        others = torch.arange(168) != element
+        cases.assert_same_bits((out[..., others], lse), (clean[0][..., others], clean[1]))
+        assert not out[..., element].isfinite().any()
+        assert out[..., element].isnan().all() == (number != number)
+
+
 def test_scores_of_any_size(isa: str) -> None:
     """Far apart, all very negative, or all very large: the softmax neither overflows nor forgets a row."""
     leading, kwargs = cases.attend(lengths=(600,), rows=(2,), padding=0, kv_heads=1)
@@ -235,6 +267,29 @@ def test_bits_do_not_depend_on_threads(isa: str, threads, shape: str, dtype: str
             results.append(cases.run(IMPL, *call))
         for result in results[1:]:
             cases.assert_same_bits(result, results[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_where_rows_lie(isa: str, dtype: str) -> None:
+    """The same rows in large pages, in small ones, and with those of another head between them."""
+    format = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    sizes = dict(q_heads=4, kv_heads=1, qk_dim=64, v_dim=64, index_heads=1, selected=9, select_block=64, page_size=64)
+    leading, kwargs = cases.attend(
+        **sizes, dtype=dtype, format=format, v_format=format, lengths=(1000,), rows=(1,), padding=0
+    )
+    expected = cases.run(IMPL, leading, kwargs)
+    small = dict(kwargs, page_size=4)
+    for name in ("kv", "v"):
+        rows = kwargs[name][kwargs["page_table"][0].long()].view(-1, 4, 1, 64)
+        small[name] = torch.cat([rows.flip(0), torch.zeros_like(rows[:1])])
+    pages = len(small["kv"]) - 1
+    small["page_table"] = torch.arange(pages - 1, -1, -1, dtype=torch.int32)[None]
+    cases.assert_same_bits(cases.run(IMPL, leading, small), expected, "small pages")
+    apart = dict(kwargs)
+    for name in ("kv", "v"):
+        apart[name] = torch.stack([kwargs[name], torch.zeros_like(kwargs[name])], dim=3)[..., 0, :]
+    assert apart["kv"].stride(1) == 128
+    cases.assert_same_bits(cases.run(IMPL, leading, apart), expected, "apart")
 
 
 @pytest.mark.parametrize("heads", [(3, 1), (9, 3), (8, 1), (20, 1)])
