@@ -47,6 +47,13 @@ SPARSE_ATTN_INLINE void amx_dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
+// The same of integers of 8 bits with a sign, four to a lane: c[m][n] += sum of a[m][4k + i] *
+// b[k][4n + i], exact but for overflows, which wrap around.
+template <int kC, int kA, int kB>
+SPARSE_ATTN_INLINE void amx_dot_int8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
 #else
 
 static thread_local AmxModel amx_model;
@@ -73,6 +80,11 @@ inline void amx_store(void* to, int64_t stride) {
 template <int kC, int kA, int kB>
 inline void amx_dot_bf16() {
   amx_model.dot_bf16(kC, kA, kB);
+}
+
+template <int kC, int kA, int kB>
+inline void amx_dot_int8() {
+  amx_model.dot_int8(kC, kA, kB);
 }
 
 #endif

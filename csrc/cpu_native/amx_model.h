@@ -88,15 +88,45 @@ struct AmxModel {
 
   static float element(uint16_t x) { return flushed(bf16_to_float(x)); }
 
-  void dot_bf16(int c, int a, int b) {
+  void check_product(int c, int a, int b) const {
     require(c != a && c != b && a != b, "operands are three tiles");
     check(c);
     check(a);
     check(b);
-    const int rows = config.rows[c], columns = config.row_bytes[c] / 4, pairs = config.rows[b];
-    require(config.rows[a] == rows && config.row_bytes[a] == 4 * pairs &&
-                config.row_bytes[b] == 4 * columns,
+    require(config.rows[a] == config.rows[c] && config.row_bytes[a] == 4 * config.rows[b] &&
+                config.row_bytes[b] == config.row_bytes[c],
             "shapes of tiles do not match");
+  }
+
+  // Sets row m of the sums; bytes beyond the last column become zero.
+  void set_row(int c, int m, const void* sums) {
+    memset(tiles[c][m], 0, kAmxRowBytes);
+    memcpy(tiles[c][m], sums, config.row_bytes[c]);
+  }
+
+  void dot_int8(int c, int a, int b) {
+    check_product(c, a, b);
+    const int rows = config.rows[c], columns = config.row_bytes[c] / 4;
+    for (int m = 0; m < rows; ++m) {
+      uint32_t sum[kAmxRowBytes / 4];
+      memcpy(sum, tiles[c][m], sizeof(sum));
+      for (int k = 0; k < config.rows[b]; ++k) {
+        int8_t of_a[4], of_b[kAmxRowBytes];
+        memcpy(of_a, tiles[a][m] + 4 * k, sizeof(of_a));
+        memcpy(of_b, tiles[b][k], sizeof(of_b));
+        for (int n = 0; n < columns; ++n) {
+          for (int i = 0; i < 4; ++i)
+            sum[n] += static_cast<uint32_t>(int32_t{of_a[i]} * int32_t{of_b[4 * n + i]});
+        }
+      }
+      set_row(c, m, sum);
+    }
+    for (int m = rows; m < kAmxRows; ++m) memset(tiles[c][m], 0, kAmxRowBytes);
+  }
+
+  void dot_bf16(int c, int a, int b) {
+    check_product(c, a, b);
+    const int rows = config.rows[c], columns = config.row_bytes[c] / 4, pairs = config.rows[b];
     for (int m = 0; m < rows; ++m) {
       float sum[2][kAmxRowBytes / 4] = {}, total[kAmxRowBytes / 4] = {};
       for (int k = 0; k < pairs; ++k) {
@@ -111,8 +141,7 @@ struct AmxModel {
       memcpy(total, tiles[c][m], sizeof(total));
       for (int n = 0; n < columns; ++n)
         total[n] = flushed(flushed(total[n]) + flushed(sum[0][n] + sum[1][n]));
-      memset(tiles[c][m], 0, kAmxRowBytes);
-      memcpy(tiles[c][m], total, config.row_bytes[c]);
+      set_row(c, m, total);
     }
     for (int m = rows; m < kAmxRows; ++m) memset(tiles[c][m], 0, kAmxRowBytes);
   }

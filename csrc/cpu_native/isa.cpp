@@ -20,9 +20,9 @@ bool may_use_amx() {
   return true;
 #elif defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool granted = __builtin_cpu_supports("amx-tile") &&
-                              __builtin_cpu_supports("amx-bf16") &&
-                              syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  static const bool granted =
+      __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+      __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return granted;
 #else
   return false;

@@ -10,7 +10,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512
     -Wno-maybe-uninitialized -Wno-uninitialized)
   set(avx512_bf16 ${avx512} -mavx512bf16 -mavx512vnni -mavx512vbmi)
-  set(amx_bf16 ${avx512_bf16} -mamx-tile -mamx-bf16)
+  set(amx_bf16 ${avx512_bf16} -mamx-tile -mamx-bf16 -mamx-int8)
   list(APPEND instruction_sets avx2 avx512 avx512_bf16 amx_bf16)
 elseif(CMAKE_SYSTEM_PROCESSOR STREQUAL "aarch64" AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   # Not armv8.6-a: processors of armv8.4 have these extensions too.

@@ -11,6 +11,9 @@
 #include <algorithm>
 
 #include "best_cut.h"
+#if defined(__AMX_BF16__)
+#include "select_amx.h"
+#endif
 #include "select_keys.h"
 #include "select_pooling.h"
 #include "select_products.h"
@@ -41,16 +44,17 @@ class Scorer {
         heads_(heads_per_list(p)),
         multiplies_fours_(!joins_heads(p) && !p.rounded && !p.bounds),
         keys_(p, block, carver),
+        amx_(heads_, carver),
         tiles_(p, block, lanes_.segment(0).key_head) {
     const int64_t dim = round_up(p.dim, kPanel), lanes = lanes_.count();
     const bool softmax = p.score == Score::kSoftmaxSum;
     q_ = carver->take<const char*>(lanes);
     q_buffer_ = carver->take<Element>(p.q_format != Mode::kFormat ? lanes * dim : 0);
-    q_packed_ = carver->take<float>(multiplies_fours_ || joins_heads(p) ? lanes * steps() : 0);
+    q_packed_ = carver->take<float>(packed_floats());
     panel_ = carver->take<float>(p.rounded || p.bounds ? 2 * kPanel * dim : 0);
     weights_ = carver->take<float>(lanes);
     q_scales_ = carver->take<float>(lanes);
-    starts_ = carver->take<int32_t>(Mode::kGroup == 4 ? lanes : 0);
+    starts_ = carver->take<int32_t>(Mode::kGroup == 4 && !kAmx ? lanes : 0);
     factors_ = carver->take<float>(softmax ? lanes : 0);
     chunk_sums_ = carver->take<float>(softmax ? 2 * lanes : 0);
     tile_sums_ = carver->take<float>(softmax ? 2 * lanes : 0);
@@ -62,6 +66,7 @@ class Scorer {
   }
 
   bool sum(PlaceQueue* queue, float* kept, float* into, int64_t step) {
+    [[maybe_unused]] const typename Mode::Registers registers;
     prepare();
     const Sums sums = sums_at(chunk_sums_, lanes_.count());
     int64_t chunk = -1;
@@ -98,6 +103,7 @@ class Scorer {
 
   bool score(int32_t first_list, int32_t lists, PlaceQueue* queue, float* kept, const float* into,
              uint64_t* spare, RowBest* best) {
+    [[maybe_unused]] const typename Mode::Registers registers;
     prepare();
     const float* maximum = into;
     const int32_t last_list = first_list + lists;
@@ -159,10 +165,18 @@ class Scorer {
  private:
   typedef typename Mode::Element Element;
 
+  static constexpr bool kAmx = Mode::kAmx;
+
   // Steps of four bytes of a packed query; what is multiplied together is whole.
   int64_t steps() const {
     const int64_t steps = (p_.dim + Mode::kGroup - 1) / Mode::kGroup;
-    return multiplies_fours_ ? round_up(steps, 4) : round_up(steps, Mode::kSteps);
+    return round_up(steps, multiplies_fours_ && !kAmx ? 4 : Mode::kSteps);
+  }
+
+  int64_t packed_floats() const {
+    if (!multiplies_fours_ && !joins_heads(p_)) return 0;
+    // Registers take what follows few lanes too.
+    return lanes_.count() * steps() + (kAmx ? kRegister : 0);
   }
 
   bool pools_scores() const { return pools(p_) && !pools_keys(p_); }
@@ -178,6 +192,7 @@ class Scorer {
       q_[lane] = keys_.zeros();
       weights_[lane] = q_scales_[lane] = 0;
     }
+    if (kAmx) memset(q_packed_, 0, static_cast<size_t>(packed_floats()) * 4);
     for (int32_t i = 0; i < lanes_.segments(); ++i) {
       const Segment& segment = lanes_.segment(i);
       for (int32_t r = 0; r < block_.rows; ++r) {
@@ -213,7 +228,7 @@ class Scorer {
       q_[lane] = reinterpret_cast<const char*>(converted);
     }
 #if defined(__AVX512VNNI__)
-    if constexpr (Mode::kGroup == 4) {
+    if constexpr (Mode::kGroup == 4 && !kAmx) {
       int32_t sum = 0;
       for (int32_t d = 0; d < p_.dim; ++d) sum += reinterpret_cast<const int8_t*>(q)[d];
       starts_[lane] = -Int8::kMove * sum;
@@ -228,6 +243,16 @@ class Scorer {
   // Packs a segment's queries as `qk_fours` takes them.
   void pack_fours(const Segment& segment) {
     float* const packed = q_packed_ + segment.lane * steps();
+    if (kAmx) {
+      const int64_t bytes = p_.dim * static_cast<int64_t>(sizeof(Element));
+      for (int32_t i = 0; i < segment.lanes; ++i) {
+        const char* from = q_[segment.lane + i];
+        float* to = packed + i;
+        for (int64_t at = 0; at < bytes; at += 4, to += segment.lanes)
+          memcpy(to, from + at, static_cast<size_t>(bytes - at < 4 ? bytes - at : 4));
+      }
+      return;
+    }
     memset(packed, 0, static_cast<size_t>(segment.lanes * steps()) * 4);
     const int32_t pairs = segment.lanes / (2 * kLanes) * 2 * kLanes;  // lanes in pairs of vectors
     for (int32_t i = 0; i < segment.lanes; ++i) {
@@ -261,7 +286,7 @@ class Scorer {
       more = tiles_.next(&tiles[1 - i]);
       if (tiles_.failed()) return false;
       next_tile_ = more && paged ? &tiles[1 - i] : nullptr;
-      fetcher_.open(p_, lanes_, joins_heads(p_) ? nullptr : next_tile_, steps_of_tile());
+      fetcher_.open(p_, lanes_, joins_heads(p_) && !kAmx ? nullptr : next_tile_, steps_of_tile());
       if (!visit()) return false;
     }
     return !tiles_.failed();
@@ -269,6 +294,12 @@ class Scorer {
 
   // How often `fetcher_` is stepped while the keys of a whole tile are multiplied, at least.
   int64_t steps_of_tile() const {
+    if constexpr (kAmx) {
+      int64_t panels = 0;
+      for (int32_t i = 0; i < lanes_.segments(); ++i)
+        panels += (lanes_.segment(i).lanes + kPanel - 1) / kPanel;
+      return panels * (kTile / kKeys) * (steps() / kRegister);
+    }
     if (joins_heads(p_)) return int64_t{1} * block_.lists * block_.rows * kTile / kQkRows;
     if (!multiplies_fours_) return int64_t{1} * lanes_.segments() * kTile / kPanel;
     const int64_t step = 4 * Mode::kGroup;
@@ -308,10 +339,14 @@ class Scorer {
 
   void multiply_fours(const Segment& segment, int n, float* s) {
     const float* q = q_packed_ + segment.lane * steps();
-    int32_t lane = 0;
-    for (; lane + 2 * kLanes <= segment.lanes; lane += 2 * kLanes)
-      multiply_fours<2>(n, q + lane * steps(), s + lane * kTile);
-    if (lane < segment.lanes) multiply_fours<1>(n, q + lane * steps(), s + lane * kTile);
+    if constexpr (kAmx) {
+      amx_.multiply_lanes(keys_.registers(), q, segment.lanes, steps(), s, kTile, fetcher_);
+    } else {
+      int32_t lane = 0;
+      for (; lane + 2 * kLanes <= segment.lanes; lane += 2 * kLanes)
+        multiply_fours<2>(n, q + lane * steps(), s + lane * kTile);
+      if (lane < segment.lanes) multiply_fours<1>(n, q + lane * steps(), s + lane * kTile);
+    }
   }
 
   template <int kVectors>
@@ -418,21 +453,29 @@ class Scorer {
     const int32_t lane = team.lane + r * heads_;
     const JoinedHeads heads = {heads_ / kPanel, q_packed_ + lane * steps(), weights_ + lane,
                                starts_ + lane, q_scales_ + lane};
-    const auto dim = static_cast<int32_t>(Mode::kGroup == 4 ? round_up(p_.dim, 4) : p_.dim);
+    [[maybe_unused]] const auto dim =
+        static_cast<int32_t>(Mode::kGroup == 4 ? round_up(p_.dim, 4) : p_.dim);
     const Floats scale = broadcast(static_cast<float>(p_.scale));
     constexpr int kStep = kQkRows > kWidth ? kQkRows : kWidth;
     static_assert(kKeys % kStep == 0, "keys are read in whole groups");
-    const auto join_step = [&](const auto& join, int n, float* to) {
+    const bool dot = p_.score == Score::kDot;
+    if constexpr (kAmx) amx_.multiply_heads(keys_.registers(), heads, steps(), fetcher_);
+    const auto join_step = [&](auto scaled, int n, float* to) {
+      constexpr bool kScaled = scaled;
       Floats sum[kStep];
-      for (int i = 0; i < kStep; i += kQkRows)
-        join(keys_.rows() + n + i, dim, heads, keys_.scales() + n + i, ahead(n + i), sum + i);
+      if constexpr (kAmx) {
+        dot ? amx_.template join<false, kScaled>(n - from, heads, keys_.scales() + n, sum)
+            : amx_.template join<true, kScaled>(n - from, heads, keys_.scales() + n, sum);
+      } else {
+        const auto join = dot ? join_keys<Mode, kQkRows, false, kScaled>
+                              : join_keys<Mode, kQkRows, true, kScaled>;
+        for (int i = 0; i < kStep; i += kQkRows)
+          join(keys_.rows() + n + i, dim, heads, keys_.scales() + n + i, ahead(n + i), sum + i);
+      }
       for (int i = 0; i < kStep; i += kWidth) store(to + i, add_across(sum + i) * scale);
     };
-    const bool dot = p_.score == Score::kDot;
     for (int n = from; n < from + kKeys; n += kStep) {
-      join_step(
-          dot ? join_keys<Mode, kQkRows, false, false> : join_keys<Mode, kQkRows, true, false>, n,
-          scores + n);
+      join_step(std::false_type(), n, scores + n);
       if (!keys_.scales_rows()) continue;
       // Scales come out of the sums, where they change no product's sign.
       auto others = static_cast<uint32_t>(tile_->seen >> n) & ((1u << kStep) - 1);
@@ -443,8 +486,7 @@ class Scorer {
       }
       if (!others) continue;
       float scaled[kStep];
-      join_step(dot ? join_keys<Mode, kQkRows, false, true> : join_keys<Mode, kQkRows, true, true>,
-                n, scaled);
+      join_step(std::true_type(), n, scaled);
       for (; others; others &= others - 1)
         scores[n + __builtin_ctz(others)] = scaled[__builtin_ctz(others)];
     }
@@ -522,6 +564,7 @@ class Scorer {
   const int32_t heads_;  // of a list
   const bool multiplies_fours_;
   SelectKeys<Mode> keys_;
+  typename Mode::Products amx_;
   SelectTiles tiles_;
   KeyFetcher fetcher_;
   const SelectTile* tile_ = nullptr;
@@ -561,7 +604,10 @@ inline bool computes_in_int8(const SelectParams& p) {
 
 template <class Use>
 SPARSE_ATTN_INLINE auto with_mode(const SelectParams& p, const Use& use) {
-#if defined(__AVX512VNNI__)
+#if defined(__AMX_BF16__)
+  if (computes_in_int8(p)) return use(Int8Tiles());
+  if (computes_in_bf16(p)) return use(Bf16Tiles());
+#elif defined(__AVX512VNNI__)
   if (computes_in_int8(p)) return use(Int8());
 #endif
 #if defined(SPARSE_ATTN_BF16)

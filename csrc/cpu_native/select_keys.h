@@ -17,21 +17,28 @@ class SelectKeys {
  public:
   SelectKeys(const SelectParams& p, const SelectBlock& block, Carver* carver)
       : p_(p), block_(block), ld_(round_up(p.keys.k.dim + p.keys.rope.dim, 64)) {
-    const bool converts = p.keys.k.type != Mode::kType || pools_keys(p);
+    const bool copies = p.keys.k.type != Mode::kType || pools_keys(p) || Mode::kAmx;
     mask_ = pools_keys(p) ? kTile - 1 : kKeys - 1;
     zeros_ = carver->take<char>(ld_ * 4);
-    buffer_ = carver->take<Element>(converts ? (mask_ + 1) * ld_ : 0);
+    buffer_ = carver->take<Element>(copies ? (mask_ + 1) * ld_ : 0);
     sum_buffer_ = carver->take<double>(pools_keys(p) ? ld_ : 0);
     row_buffer_ = carver->take<float>(pools_keys(p) ? ld_ : 0);
     group_scales_ = carver->take<float>(p.keys.group > 0 ? kKeys * p.keys.k_scale.dim : 0);
   }
 
-  void init() { memset(zeros_, 0, static_cast<size_t>(ld_) * 4); }
+  void init() {
+    memset(zeros_, 0, static_cast<size_t>(ld_) * 4);
+    if (Mode::kAmx && !fills_registers())
+      memset(buffer_, 0, static_cast<size_t>(kKeys * ld_) * sizeof(Element));
+  }
 
   // As many zeros as a key has elements.
   const char* zeros() const { return zeros_; }
 
   const char* const* rows() const { return rows_; }
+
+  // Those that were read last, as tile registers take them.
+  const KeyRows* registers() const { return registers_; }
 
   // What products with the keys are multiplied by, if `scales_rows`.
   const float* scales() const { return scales_; }
@@ -54,7 +61,10 @@ class SelectKeys {
     } else {
       for (int i = 0; i < kKeys; ++i) scales_[from + i] = 1;
     }
-    if (k.type == Mode::kType) return;
+    if (k.type == Mode::kType) {
+      if (Mode::kAmx) find_registers(tile, from, seen);
+      return;
+    }
     Element* converted = buffer_ + (from & mask_) * ld_;
     if (p_.keys.group == 0) convert_rows(k.type, rows_ + from, k.dim, converted);
     if (p_.keys.group > 0) read_group_scales(tile, from, seen, key_head);
@@ -69,6 +79,7 @@ class SelectKeys {
       }
       rows_[from + i] = reinterpret_cast<const char*>(converted);
     }
+    for (int i = 0; i < kKeys / kRegister; ++i) registers_[i] = in_buffer(i);
   }
 
   // Reads the mean keys of a tile of units, over the entries that the block's only row sees. False
@@ -130,6 +141,32 @@ class SelectKeys {
     }
   }
 
+  // Whether keys consist of whole rows of registers.
+  bool fills_registers() const { return p_.dim % (64 / static_cast<int>(sizeof(Element))) == 0; }
+
+  KeyRows in_buffer(int i) const {
+    const int64_t bytes = ld_ * static_cast<int64_t>(sizeof(Element));
+    return {reinterpret_cast<const char*>(buffer_) + i * kRegister * bytes, bytes};
+  }
+
+  // Keys are read where they lie if they follow each other, else copied.
+  void find_registers(const SelectTile& tile, int from, uint32_t seen) {
+    const int64_t stride = p_.keys.k.entry_stride;
+    for (int i = 0; i < kKeys / kRegister; ++i, from += kRegister, seen >>= kRegister) {
+      bool apart = (seen & ((1u << kRegister) - 1)) != (1u << kRegister) - 1 || !fills_registers();
+      for (int n = 0; n < kRegister && !apart; ++n)
+        apart = tile.key[from + n] != tile.key[from] + n * stride;
+      if (!apart) {
+        registers_[i] = {rows_[from], stride};
+        continue;
+      }
+      registers_[i] = in_buffer(i);
+      Element* to = buffer_ + i * kRegister * ld_;
+      for (int n = 0; n < kRegister; ++n, to += ld_)
+        memcpy(to, rows_[from + n], static_cast<size_t>(p_.dim) * sizeof(Element));
+    }
+  }
+
   float scale_at(const Place& place, int64_t key_head) const {
     const PagedRows& scales = p_.keys.k_scale;
     return read_number(scales.type, at(scales, place, key_head), 0);
@@ -145,6 +182,8 @@ class SelectKeys {
   }
 
 #if defined(__AVX512VNNI__)
+  void convert_rows(Number, const char* const*, int32_t, int8_t*) const {}  // never other numbers
+
   void convert_rows(Number, const char* const* rows, int32_t dim, uint8_t* to) const {
     const __m512i move = _mm512_set1_epi8(static_cast<char>(Int8::kMove));
     const int32_t whole = dim / 64 * 64;
@@ -201,6 +240,7 @@ class SelectKeys {
   double* sum_buffer_;
   float* row_buffer_;
   float* group_scales_;  // [kKeys][groups]
+  KeyRows registers_[kKeys / kRegister];
   const char* rows_[kTile];
   alignas(64) float scales_[kTile];
 };

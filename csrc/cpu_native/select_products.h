@@ -8,6 +8,13 @@ namespace sparse_attn {
 namespace SPARSE_ATTN_ISA {
 namespace {
 
+// Rows of keys at a fixed distance of each other, in bytes: as many as a tile register has rows.
+constexpr int kRegister = 16;
+struct KeyRows {
+  const char* at;
+  int64_t stride;
+};
+
 // Elements [first, first + dim) of rows of keys as a panel, [dim][kPanel].
 inline void pack_panel(const char* const* rows, int32_t first, int32_t dim, float* panel) {
   for (int v = 0; v < kPanel; v += kWidth) {
@@ -83,12 +90,11 @@ inline void qk_rounded(const char* const* rows, int32_t dim, const float* low, c
 #if defined(__AVX512VNNI__)
 // Products of integers of 8 bits, exact. One of two bytes has no sign: keys are moved up by kMove,
 // and sums start at what that adds less.
-struct Int8 {
+struct Int8 : VectorMode {
   typedef uint8_t Element;
   static constexpr Format kFormat = Format::kInt8;
   static constexpr Number kType = Number::kNone;  // of no plane: all keys are moved
   static constexpr int kGroup = 4;
-  static constexpr int kSteps = 1;
   static constexpr int kMove = 128;
 
   // Written out: GCC 12 copies vectors of floats that are taken for integers at each step of a
