@@ -55,11 +55,11 @@ static_assert(kAmxRows == kRegister && kWidth == kRegister && kKeys == 2 * kRegi
               "keys and lanes of a register");
 
 // s[key * ld + lane] of two registers of keys and kColumns of lanes; integers where elements are.
-// `q`: [steps][width] of four bytes, steps whole registers. `fetcher.step()` is called between
-// products.
-template <class Mode, int kColumns, class Fetcher>
+// `q`: [steps][width] of four bytes, steps whole registers. Calls `between.fetch()` after each
+// product, and `between.join()` after each register of steps.
+template <class Mode, int kColumns, class Between>
 SPARSE_ATTN_APART void amx_scores(const KeyRows* keys, const float* q, int64_t width, int64_t steps,
-                                  float* s, int64_t ld, Fetcher& fetcher) {
+                                  float* s, int64_t ld, Between& between) {
   static_assert(kColumns <= 2, "registers: four sums, two tiles of each operand");
   constexpr int kA = 4, kB = 6;
   const char *first = keys[0].at, *second = keys[1].at;
@@ -69,17 +69,21 @@ SPARSE_ATTN_APART void amx_scores(const KeyRows* keys, const float* q, int64_t w
   if (kColumns > 1) amx_zero<2>();
   if (kColumns > 1) amx_zero<3>();
   for (int64_t step = 0; step < steps; step += kAmxRows, q += kAmxRows * width) {
-    fetcher.step();
     amx_load<kB>(q, width * 4);
     amx_load<kA>(first + 4 * step, first_stride);
     Mode::template multiply<0, kA, kB>();
+    between.fetch();
     amx_load<kA + 1>(second + 4 * step, second_stride);
     Mode::template multiply<1, kA + 1, kB>();
+    between.fetch();
     if (kColumns > 1) {
       amx_load<kB + 1>(q + kAmxRows, width * 4);
       Mode::template multiply<2, kA, kB + 1>();
+      between.fetch();
       Mode::template multiply<3, kA + 1, kB + 1>();
+      between.fetch();
     }
+    between.join();
   }
   const int64_t stride = ld * 4;
   amx_store<0>(s, stride);
@@ -88,31 +92,39 @@ SPARSE_ATTN_APART void amx_scores(const KeyRows* keys, const float* q, int64_t w
   if (kColumns > 1) amx_store<3>(s + kAmxRows * ld + kAmxRows, stride);
 }
 
-// What `join_keys` does, for kWidth keys whose products with panel i are at s + i * kKeys * kPanel.
-template <class Mode, bool kRelu, bool kScaled>
-SPARSE_ATTN_APART void join_sums(const float* s, const JoinedHeads& heads, const float* key_scale,
-                                 Floats* total) {
+// The products of kKeys keys with a list's heads in a row, panel i at i * kKeys * kPanel, which
+// become scores.
+struct AmxSums {
+  const float* sums;
+  JoinedHeads heads;
+};
+
+// What `join_keys` does: of kCount keys from key `first` on. key_scale: of key 0.
+template <class Mode, bool kRelu, bool kScaled, int kCount>
+SPARSE_ATTN_INLINE void join_sums(const AmxSums& from, int first, const float* key_scale,
+                                  Floats* total) {
   constexpr bool kIntegers = Mode::kGroup == 4;
-  Floats joined[kWidth] = {};
-  for (int32_t i = 0; i < heads.panels; ++i, s += kKeys * kPanel) {
+  Floats joined[kCount] = {};
+  const float* s = from.sums + first * kPanel;
+  for (int32_t i = 0; i < from.heads.panels; ++i, s += kKeys * kPanel) {
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
       const int32_t lane = i * kPanel + j * kWidth;
-      const Floats w = load(heads.weights + lane);
+      const Floats w = load(from.heads.weights + lane);
       Floats q_scale = {};
-      if (kIntegers) q_scale = load(heads.q_scales + lane);
+      if (kIntegers) q_scale = load(from.heads.q_scales + lane);
 #pragma GCC unroll 16
-      for (int r = 0; r < kWidth; ++r) {
+      for (int r = 0; r < kCount; ++r) {
         Floats x = load(s + r * kPanel + j * kWidth);
         if (kIntegers) x = __builtin_convertvector((Ints)x, Floats) * q_scale;
-        if (kScaled) x *= broadcast(key_scale[r]);
+        if (kScaled) x *= broadcast(key_scale[first + r]);
         if (kRelu) x = max(Floats{}, x);
         joined[r] = fma(w, x, joined[r]);
       }
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < kWidth; ++r) total[r] = joined[r];
+  for (int r = 0; r < kCount; ++r) total[r] = joined[r];
 }
 
 // s[lane * ld + key] of four lanes and kWidth keys, from from[key * from_ld + lane].
@@ -135,19 +147,52 @@ class AmxSelect {
  public:
   // `heads`: of a list, where they are joined.
   AmxSelect(int64_t heads, Carver* carver)
-      : sums_(carver->take<float>(kKeys * round_up(heads, kPanel))) {}
+      : sums_size_(kKeys * round_up(heads, kPanel)),
+        sums_(carver->take<float>(2 * sums_size_)),
+        totals_(carver->take<float>(kKeys * kWidth)) {}
 
-  // How often the fetcher is stepped for kKeys keys.
-  static int64_t fetches(int64_t panels, int64_t steps) { return panels * (steps / kRegister); }
-
-  // Products of kKeys keys with all heads.
-  template <class Fetcher>
+  // Products of kKeys keys with all heads. Those before are joined meanwhile: vectors of floats and
+  // tile registers are multiplied at the same time, but processors do not look ahead far enough to
+  // find what is independent.
+  template <bool kRelu, class Fetcher>
   void multiply_heads(const KeyRows* keys, const JoinedHeads& heads, int64_t steps,
                       Fetcher& fetcher) {
+    float* const to = sums_ + (last_.sums == sums_ ? sums_size_ : 0);
+    const int64_t calls = heads.panels * (steps / kRegister);
+    Between<kRelu, Fetcher> between = {last_, totals_, last_.sums ? 0 : kKeys,
+                                       (kKeys / kTogether + calls - 1) / calls, fetcher};
     for (int32_t i = 0; i < heads.panels; ++i) {
       amx_scores<Mode, 2>(keys, heads.q + i * kPanel * steps, kPanel, steps,
-                          sums_ + i * kKeys * kPanel, kPanel, fetcher);
+                          to + i * kKeys * kPanel, kPanel, between);
     }
+    before_ = last_;
+    last_ = {to, heads};
+  }
+
+  // Joins those that were multiplied last.
+  template <bool kRelu>
+  void join_last() {
+    NoFetcher none;
+    Between<kRelu, NoFetcher> rest = {last_, totals_, 0, kKeys / kTogether, none};
+    rest.join();
+    before_ = last_;
+    last_.sums = nullptr;
+  }
+
+  // Scores of the kWidth keys from key i on of those that were joined last.
+  Floats joined(int i) const {
+    Floats total[kWidth];
+#pragma GCC unroll 16
+    for (int r = 0; r < kWidth; ++r) total[r] = load(totals_ + (i + r) * kWidth);
+    return add_across(total);
+  }
+
+  // The same from products that are multiplied by the scales of their keys.
+  template <bool kRelu>
+  Floats joined_scaled(int i, const float* key_scale) const {
+    Floats total[kWidth];
+    join_sums<Mode, kRelu, true, kWidth>(before_, i, key_scale, total);
+    return add_across(total);
   }
 
   // s[lane * ld + key]: products of kKeys keys with `lanes` lanes, whose queries are
@@ -155,10 +200,11 @@ class AmxSelect {
   template <class Fetcher>
   void multiply_lanes(const KeyRows* keys, const float* q, int32_t lanes, int64_t steps, float* s,
                       int64_t ld, Fetcher& fetcher) {
+    Fetches<Fetcher> between = {fetcher};
     for (int32_t lane = 0; lane < lanes; lane += kPanel) {
-      const auto scores =
-          lanes - lane > kRegister ? &amx_scores<Mode, 2, Fetcher> : &amx_scores<Mode, 1, Fetcher>;
-      scores(keys, q + lane, lanes, steps, sums_, kPanel, fetcher);
+      const auto scores = lanes - lane > kRegister ? &amx_scores<Mode, 2, Fetches<Fetcher>>
+                                                   : &amx_scores<Mode, 1, Fetches<Fetcher>>;
+      scores(keys, q + lane, lanes, steps, sums_, kPanel, between);
       for (int32_t i = 0; i < kPanel && lane + i < lanes; i += kFour) {
         for (int j = 0; j < kKeys; j += kWidth)
           store_by_lane(sums_ + j * kPanel + i, kPanel, s + (lane + i) * ld + j, ld);
@@ -166,14 +212,41 @@ class AmxSelect {
     }
   }
 
-  // See `join_keys`: of the kWidth keys from place i on.
-  template <bool kRelu, bool kScaled>
-  void join(int i, const JoinedHeads& heads, const float* key_scale, Floats* total) const {
-    join_sums<Mode, kRelu, kScaled>(sums_ + i * kPanel, heads, key_scale, total);
-  }
-
  private:
-  float* const sums_;  // [panels][kKeys][kPanel]
+  static constexpr int kTogether = 4;  // keys that are joined at a time
+
+  template <class Fetcher>
+  struct Fetches {
+    Fetcher& fetcher;
+
+    SPARSE_ATTN_INLINE void fetch() { fetcher.step(); }
+    void join() {}
+  };
+
+  template <bool kRelu, class Fetcher>
+  struct Between {
+    const AmxSums& sums;
+    float* totals;
+    int key;
+    int64_t times;  // in a call
+    Fetcher& fetcher;
+
+    SPARSE_ATTN_INLINE void fetch() { fetcher.step(); }
+
+    SPARSE_ATTN_INLINE void join() {
+      for (int64_t i = 0; i < times && key < kKeys; ++i, key += kTogether) {
+        Floats total[kTogether];
+        join_sums<Mode, kRelu, false, kTogether>(sums, key, nullptr, total);
+#pragma GCC unroll 4
+        for (int r = 0; r < kTogether; ++r) store(totals + (key + r) * kWidth, total[r]);
+      }
+    }
+  };
+
+  const int64_t sums_size_;
+  float* const sums_;                // of two blocks of keys
+  float* const totals_;              // [kKeys][kWidth]
+  AmxSums last_ = {}, before_ = {};  // those multiplied last, and those joined last
 };
 
 }  // namespace

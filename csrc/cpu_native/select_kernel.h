@@ -281,6 +281,10 @@ class Scorer {
     tiles_.open(queue, paged);
     SelectTile tiles[2];
     bool more = tiles_.next(&tiles[0]);
+    if (more && paged && (kAmx || !joins_heads(p_))) {
+      fetcher_.open(p_, lanes_, &tiles[0], 1);
+      fetcher_.finish();
+    }
     for (int i = 0; more; i = 1 - i) {
       tile_ = &tiles[i];
       more = tiles_.next(&tiles[1 - i]);
@@ -295,10 +299,10 @@ class Scorer {
   // How often `fetcher_` is stepped while the keys of a whole tile are multiplied, at least.
   int64_t steps_of_tile() const {
     if constexpr (kAmx) {
-      int64_t panels = 0;
+      int64_t registers = 0;
       for (int32_t i = 0; i < lanes_.segments(); ++i)
-        panels += (lanes_.segment(i).lanes + kPanel - 1) / kPanel;
-      return panels * (kTile / kKeys) * (steps() / kRegister);
+        registers += (lanes_.segment(i).lanes + kRegister - 1) / kRegister;
+      return registers * (kTile / kRegister) * (steps() / kRegister);
     }
     if (joins_heads(p_)) return int64_t{1} * block_.lists * block_.rows * kTile / kQkRows;
     if (!multiplies_fours_) return int64_t{1} * lanes_.segments() * kTile / kPanel;
@@ -310,15 +314,24 @@ class Scorer {
   // Products of a team's lanes with the tile; scores of the rows, where heads are joined. False if
   // an entry has no page.
   bool multiply(const Team& team, float* products) {
+    if constexpr (kAmx) {
+      if (joins_heads(p_)) {
+        p_.score == Score::kDot ? join_in_registers<false>(team, products)
+                                : join_in_registers<true>(team, products);
+        return true;
+      }
+    }
     for (int32_t i = team.segment; i < team.segment + team.segments; ++i) {
       const Segment& segment = lanes_.segment(i);
       if (pools_keys(p_) && !keys_.pool(*tile_, tiles_, segment.key_head)) return false;
       float* s = products + (segment.lane - team.lane) * kTile;
       for (int n = tile_->first; n < tile_->last; n += kKeys) {
         if (!pools_keys(p_)) keys_.read(*tile_, n, segment.key_head);
-        if (joins_heads(p_)) {
-          for (int32_t r = 0; r < block_.rows; ++r) join_heads(team, r, n, products + r * kTile);
-          continue;
+        if constexpr (!kAmx) {
+          if (joins_heads(p_)) {
+            for (int32_t r = 0; r < block_.rows; ++r) join_heads(team, r, n, products + r * kTile);
+            continue;
+          }
         }
         if (multiplies_fours_) {
           multiply_fours(segment, n, s + n);
@@ -448,48 +461,82 @@ class Scorer {
     }
   }
 
+  JoinedHeads joined_heads(const Team& team, int32_t r) const {
+    const int32_t lane = team.lane + r * heads_;
+    return {heads_ / kPanel, q_packed_ + lane * steps(), weights_ + lane, starts_ + lane,
+            q_scales_ + lane};
+  }
+
   // Scores of row r and kKeys keys.
   void join_heads(const Team& team, int32_t r, int from, float* scores) {
-    const int32_t lane = team.lane + r * heads_;
-    const JoinedHeads heads = {heads_ / kPanel, q_packed_ + lane * steps(), weights_ + lane,
-                               starts_ + lane, q_scales_ + lane};
-    [[maybe_unused]] const auto dim =
-        static_cast<int32_t>(Mode::kGroup == 4 ? round_up(p_.dim, 4) : p_.dim);
-    const Floats scale = broadcast(static_cast<float>(p_.scale));
+    const JoinedHeads heads = joined_heads(team, r);
+    const auto dim = static_cast<int32_t>(Mode::kGroup == 4 ? round_up(p_.dim, 4) : p_.dim);
     constexpr int kStep = kQkRows > kWidth ? kQkRows : kWidth;
     static_assert(kKeys % kStep == 0, "keys are read in whole groups");
-    const bool dot = p_.score == Score::kDot;
-    if constexpr (kAmx) amx_.multiply_heads(keys_.registers(), heads, steps(), fetcher_);
-    const auto join_step = [&](auto scaled, int n, float* to) {
-      constexpr bool kScaled = scaled;
+    const auto join = [&](const auto& join, int n, float* to) {
       Floats sum[kStep];
-      if constexpr (kAmx) {
-        dot ? amx_.template join<false, kScaled>(n - from, heads, keys_.scales() + n, sum)
-            : amx_.template join<true, kScaled>(n - from, heads, keys_.scales() + n, sum);
-      } else {
-        const auto join = dot ? join_keys<Mode, kQkRows, false, kScaled>
-                              : join_keys<Mode, kQkRows, true, kScaled>;
-        for (int i = 0; i < kStep; i += kQkRows)
-          join(keys_.rows() + n + i, dim, heads, keys_.scales() + n + i, ahead(n + i), sum + i);
-      }
-      for (int i = 0; i < kStep; i += kWidth) store(to + i, add_across(sum + i) * scale);
+      for (int i = 0; i < kStep; i += kQkRows)
+        join(keys_.rows() + n + i, dim, heads, keys_.scales() + n + i, ahead(n + i), sum + i);
+      for (int i = 0; i < kStep; i += kWidth) store(to + i, add_across(sum + i));
     };
+    const bool dot = p_.score == Score::kDot;
     for (int n = from; n < from + kKeys; n += kStep) {
-      join_step(std::false_type(), n, scores + n);
-      if (!keys_.scales_rows()) continue;
-      // Scales come out of the sums, where they change no product's sign.
-      auto others = static_cast<uint32_t>(tile_->seen >> n) & ((1u << kStep) - 1);
-      for (int i = 0; i < kStep; i += kWidth) {
-        const Floats key_scale = load(keys_.scales() + n + i);
-        store(scores + n + i, load(scores + n + i) * key_scale);
-        others &= ~((greater(key_scale, Floats{}) & greater(broadcast(kInfinity), key_scale)) << i);
-      }
-      if (!others) continue;
-      float scaled[kStep];
-      join_step(std::true_type(), n, scaled);
-      for (; others; others &= others - 1)
-        scores[n + __builtin_ctz(others)] = scaled[__builtin_ctz(others)];
+      join(dot ? join_keys<Mode, kQkRows, false, false> : join_keys<Mode, kQkRows, true, false>, n,
+           scores + n);
+      scale_scores<kStep>(n, scores, [&](float* scaled) {
+        join(dot ? join_keys<Mode, kQkRows, false, true> : join_keys<Mode, kQkRows, true, true>, n,
+             scaled);
+      });
     }
+  }
+
+  // Scores of all rows and a tile, from products in tile registers.
+  template <bool kRelu>
+  void join_in_registers(const Team& team, float* scores) {
+    const int32_t key_head = lanes_.segment(team.segment).key_head;
+    int joined = -1;
+    float* to = nullptr;
+    const auto finish = [&] {
+      for (int n = joined; n < joined + kKeys; n += kWidth) {
+        store(to + n, amx_.joined(n - joined));
+        scale_scores<kWidth>(n, to, [&](float* scaled) {
+          store(scaled, amx_.template joined_scaled<kRelu>(n - joined, keys_.scales() + joined));
+        });
+      }
+    };
+    for (int n = tile_->first; n < tile_->last; n += kKeys) {
+      keys_.read(*tile_, n, key_head);
+      for (int32_t r = 0; r < block_.rows; ++r) {
+        amx_.template multiply_heads<kRelu>(keys_.registers(), joined_heads(team, r), steps(),
+                                            fetcher_);
+        if (to) finish();
+        joined = n;
+        to = scores + r * kTile;
+      }
+    }
+    amx_.template join_last<kRelu>();
+    finish();
+  }
+
+  // Scores of kStep keys from sums over heads. Scales come out of the sums, where they change no
+  // product's sign; for others, `join_scaled` finds the sums.
+  template <int kStep, class Join>
+  SPARSE_ATTN_INLINE void scale_scores(int n, float* scores, const Join& join_scaled) const {
+    const Floats scale = broadcast(static_cast<float>(p_.scale));
+    for (int i = n; i < n + kStep; i += kWidth) store(scores + i, load(scores + i) * scale);
+    if (!keys_.scales_rows()) return;
+    auto others = static_cast<uint32_t>(tile_->seen >> n) & ((1u << kStep) - 1);
+    for (int i = 0; i < kStep; i += kWidth) {
+      const Floats key_scale = load(keys_.scales() + n + i);
+      store(scores + n + i, load(scores + n + i) * key_scale);
+      others &= ~((greater(key_scale, Floats{}) & greater(broadcast(kInfinity), key_scale)) << i);
+    }
+    if (!others) return;
+    float scaled[kStep];
+    join_scaled(scaled);
+    for (; others; others &= others - 1)
+      scores[n + __builtin_ctz(others)] =
+          scaled[__builtin_ctz(others)] * static_cast<float>(p_.scale);
   }
 
   // Where the keys that follow place n of the tile at some distance lie.

@@ -261,6 +261,7 @@ class KeyFetcher {
     const int32_t heads = lanes.segment(lanes.segments() - 1).key_head - first_head() + 1;
     runs_ = adjacent ? 1 : lanes.segments();
     if (adjacent) bytes_ *= heads;
+    by_page_ = adjacent && rows_->entry_stride == bytes_;
     const int64_t lines = (bytes_ + kLine - 1) / kLine * runs_ * (tile->last - tile->first);
     place_ = tile->first;
     run_ = 0;
@@ -269,11 +270,22 @@ class KeyFetcher {
   }
 
   SPARSE_ATTN_INLINE void step() {
+    if (end_ - at_ > lines_ * kLine) {
+      const char* at = at_;
+      at_ += lines_ * kLine;
+      for (; at != at_; at += kLine) prefetch(at);
+      return;
+    }
     for (int64_t i = 0; i < lines_; ++i) {
       prefetch(at_);
       at_ += kLine;
       if (at_ >= end_) next_run();
     }
+  }
+
+  // All that is left.
+  void finish() {
+    while (lines_ > 0) step();
   }
 
  private:
@@ -282,16 +294,32 @@ class KeyFetcher {
   int32_t first_head() const { return lanes_->segment(0).key_head; }
 
   void open_run() {
+    if (by_page_) {
+      const PageRun& run = tile_->run[run_];
+      at_ = rows_->data + tile_->key[run.first] + first_head() * rows_->head_stride;
+      end_ = at_ + (run.last - run.first) * bytes_;
+      return;
+    }
     at_ = rows_->data + tile_->key[place_] + lanes_->segment(run_).key_head * rows_->head_stride;
     end_ = at_ + bytes_;
   }
 
-  void next_run() {
+  __attribute__((noinline)) void next_run() {
+    if (by_page_) {
+      if (++run_ == tile_->runs) {
+        lines_ = 0;
+        end_ = at_;
+      } else {
+        open_run();
+      }
+      return;
+    }
     if (++run_ == runs_) {
       run_ = 0;
       do {
         if (++place_ >= tile_->last) {
           lines_ = 0;
+          end_ = at_;
           return;
         }
       } while (!(tile_->seen >> place_ & 1));
@@ -302,8 +330,9 @@ class KeyFetcher {
   const SelectTile* tile_ = nullptr;
   const Lanes* lanes_ = nullptr;
   const PagedRows* rows_ = nullptr;
-  int64_t bytes_ = 0;           // of a run
-  int32_t runs_ = 1, run_ = 0;  // of an entry
+  int64_t bytes_ = 0;     // of a run
+  bool by_page_ = false;  // runs are the tile's, else those of each entry
+  int32_t runs_ = 1, run_ = 0;
   int place_ = 0;
   const char *at_ = nullptr, *end_ = nullptr;
   int64_t lines_ = 0;  // of a step
