@@ -73,6 +73,50 @@ void multiply_in_model(const AmxConfig& config, const Square& a, const Square& b
   model.store(0, c->bytes, kStride);
 }
 
+// Integers of 8 bits, sums of 32.
+void test_integers() {
+  for (int i = 0; i < 200; ++i) {
+    const int rows = static_cast<int>(between(1, 16)), steps = static_cast<int>(between(1, 16)),
+              columns = static_cast<int>(between(1, 16));
+    const bool largest = i % 4 == 0;  // sums beyond 32 bits wrap around
+    Square a, b, c;
+    const auto any = [&] { return largest ? INT8_MIN : static_cast<int8_t>(between(-128, 127)); };
+    for (Square* operand : {&a, &b}) {
+      for (char& byte : operand->bytes) byte = static_cast<char>(any());
+    }
+    for (int m = 0; m < rows; ++m) {
+      for (int n = 0; n < columns; ++n) {
+        const int32_t start =
+            largest ? INT32_MAX : static_cast<int32_t>(between(INT32_MIN, INT32_MAX));
+        memcpy(c.bytes + m * kStride + 4 * n, &start, 4);
+      }
+    }
+    Square expected = c, sum = c;
+    for (int m = 0; m < rows; ++m) {
+      for (int n = 0; n < columns; ++n) {
+        char* const at = expected.bytes + m * kStride + 4 * n;
+        uint32_t x;
+        memcpy(&x, at, 4);
+        for (int k = 0; k < 4 * steps; ++k) {
+          const auto of_a = static_cast<int8_t>(a.bytes[m * kStride + k]);
+          const auto of_b = static_cast<int8_t>(b.bytes[k / 4 * kStride + 4 * n + k % 4]);
+          x += static_cast<uint32_t>(of_a * of_b);
+        }
+        memcpy(at, &x, 4);
+      }
+    }
+    amx_configure(shape(rows, steps, columns));
+    amx_zero<0>();
+    amx_load<0>(c.bytes, kStride);
+    amx_load<1>(a.bytes, kStride);
+    amx_load<2>(b.bytes, kStride);
+    amx_dot_int8<0, 1, 2>();
+    amx_store<0>(sum.bytes, kStride);
+    amx_release();
+    CHECK(memcmp(&sum, &expected, sizeof(sum)) == 0, "%d x %d x %d", rows, steps, columns);
+  }
+}
+
 float any_number() {
   constexpr float kNumbers[] = {0.0f, -0.0f, 0x1p-126f, -0x1p-127f, 0x1p-70f, 3e38f, INFINITY, NAN};
   return below(20) == 0 ? kNumbers[below(8)] : below(10) == 0 ? normal() * 0x1p-63f : normal();
@@ -173,23 +217,27 @@ void test_refusals() {
   CHECK(ends(configures([](AmxConfig* c) { c->row_bytes[1] = 68; })), "too many bytes");
   CHECK(ends(configures([](AmxConfig* c) { c->row_bytes[1] = 0; })), "rows without bytes");
 
-  const auto multiplies = [](const AmxConfig& config) {
+  bool integers = false;
+  const auto multiplies = [&](const AmxConfig& config) {
     return [=] {
       amx_configure(config);
-      amx_dot_bf16<0, 1, 2>();
+      integers ? amx_dot_int8<0, 1, 2>() : amx_dot_bf16<0, 1, 2>();
     };
   };
-  CHECK(!ends(multiplies(shape(16, 16, 16))), "tiles that match");
-  CHECK(!ends(multiplies(shape(3, 5, 7))), "small tiles that match");
-  AmxConfig config = shape(16, 16, 16);
-  config.rows[0] = 8;
-  CHECK(ends(multiplies(config)), "other rows");
-  config = shape(16, 16, 16);
-  config.row_bytes[0] = 32;
-  CHECK(ends(multiplies(config)), "other columns");
-  config = shape(16, 16, 16);
-  config.rows[2] = 8;
-  CHECK(ends(multiplies(config)), "other pairs");
+  for (bool of_integers : {false, true}) {
+    integers = of_integers;
+    CHECK(!ends(multiplies(shape(16, 16, 16))), "tiles that match");
+    CHECK(!ends(multiplies(shape(3, 5, 7))), "small tiles that match");
+    AmxConfig config = shape(16, 16, 16);
+    config.rows[0] = 8;
+    CHECK(ends(multiplies(config)), "other rows");
+    config = shape(16, 16, 16);
+    config.row_bytes[0] = 32;
+    CHECK(ends(multiplies(config)), "other columns");
+    config = shape(16, 16, 16);
+    config.rows[2] = 8;
+    CHECK(ends(multiplies(config)), "other pairs");
+  }
 
   char row[kAmxRows * kAmxRowBytes] = {};
   CHECK(ends([&] { amx_load<0>(row, kAmxRowBytes); }), "no configuration");
@@ -219,6 +267,7 @@ int main() {
 #endif
   test_products();
   test_order();
+  test_integers();
   test_refusals();
   printf("passed\n");
 }
