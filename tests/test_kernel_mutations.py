@@ -169,7 +169,7 @@ FAULTS = [
     ("a buffer is cut too far", "best_cut.h", "last, UINT64_MAX", "last + 1, UINT64_MAX", SELECT),
     ("equal scores of lower numbers left out", "select_merge.cpp", "std::nextafter(best.threshold, -INFINITY)",
      "best.threshold", SELECT_MERGE),
-    ("a negative scale comes out of a ReLU", "select_kernel.h", "if (!others) continue;", "continue;", SELECT),
+    ("a negative scale comes out of a ReLU", "select_kernel.h", "if (!others) return;", "return;", SELECT),
     ("scales of heads dropped", "select_kernel.h", "converted[d] *= q_scales_[lane]", "converted[d] *= 1", SELECT),
     ("places left out between two threads", "select_schedule.h", "__ATOMIC_RELAXED);", "__ATOMIC_RELAXED) + kTile;",
      SELECT),

@@ -5,7 +5,8 @@
 // Lists that read the same keys are found together. Four steps of a key at a time are multiplied
 // with those of a few queries (`qk_fours`), a lane's products lie side by side, and are joined with
 // those of other heads key by key. Where heads fill panels and their scores are added, queries are
-// transposed instead, once: products of a key run over heads, and are joined as they come.
+// transposed instead, once: products of a key run over heads, and are joined as they come. Tile
+// registers (select_amx.h) take both kinds.
 #pragma once
 
 #include <algorithm>
@@ -654,11 +655,13 @@ SPARSE_ATTN_INLINE auto with_mode(const SelectParams& p, const Use& use) {
 #if defined(__AMX_BF16__)
   if (computes_in_int8(p)) return use(Int8Tiles());
   if (computes_in_bf16(p)) return use(Bf16Tiles());
-#elif defined(__AVX512VNNI__)
+#else
+#if defined(__AVX512VNNI__)
   if (computes_in_int8(p)) return use(Int8());
 #endif
 #if defined(SPARSE_ATTN_BF16)
   if (computes_in_bf16(p)) return use(Bf16());
+#endif
 #endif
   (void)p;
   return use(F32());

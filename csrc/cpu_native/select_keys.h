@@ -263,7 +263,7 @@ class KeyFetcher {
     if (adjacent) bytes_ *= heads;
     by_page_ = adjacent && rows_->entry_stride == bytes_;
     const int64_t lines = (bytes_ + kLine - 1) / kLine * runs_ * (tile->last - tile->first);
-    place_ = tile->first;
+    place_ = first_of(tile->seen);
     run_ = 0;
     open_run();
     lines_ = (lines + steps - 1) / steps;
