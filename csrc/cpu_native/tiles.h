@@ -46,7 +46,7 @@ class Prefetcher {
   void read(const Tile& tile) {
     open(&tile, 1);
     while (lines_ > 0) {
-      *static_cast<const volatile char*>(at_);
+      *static_cast<const volatile char*>(at_ < row_end_ ? at_ : row_end_ - 1);
       advance();
     }
   }
@@ -89,11 +89,13 @@ class Prefetcher {
     part_ = part;
     at_ = rows_[part][row_];
     row_end_ = at_ + bytes_[part];
+    // Rows that do not start where lines do may end in one more.
+    reach_ = row_end_ + reinterpret_cast<uintptr_t>(at_) % kLine;
   }
 
   SPARSE_ATTN_INLINE void advance() {
     at_ += stride_;
-    if (at_ < row_end_) return;
+    if (at_ < reach_) return;
     if (part_ + 1 < parts_) return open_row(part_ + 1);
     if (++row_ < end_) return open_row(0);
     lines_ = 0;
@@ -103,7 +105,7 @@ class Prefetcher {
   int64_t bytes_[3];
   int parts_ = 0, part_ = 0;
   int32_t row_ = 0, end_ = 0;
-  const char *at_ = nullptr, *row_end_ = nullptr;
+  const char *at_ = nullptr, *row_end_ = nullptr, *reach_ = nullptr;
   int64_t lines_ = 0, stride_ = kLine;  // of a step
 };
 
