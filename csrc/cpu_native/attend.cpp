@@ -185,8 +185,15 @@ class Call {
       run_whole(items);
       return !failed_;
     }
-    // Parts of the heads need no merging, so they are the first choice.
-    head_parts_ = std::clamp(heads_per_group(p_) / kLeastLanes, 1, threads_);
+    // Parts of the heads need no merging, so they are the first choice where products bind.
+    int32_t most = threads_;
+    if (kernels_.reads_once) {
+      int64_t chunks = 0;
+      if (!count_chunks(items, &chunks)) return !failed_;
+      // Chunks differ in size.
+      if (chunks >= 2 * threads_) most = 1;
+    }
+    head_parts_ = std::clamp(heads_per_group(p_) / kLeastLanes, 1, most);
     if (head_parts_ > 1 && items * head_parts_ >= threads_) {
       run_whole(items * head_parts_);
     } else {
@@ -244,6 +251,15 @@ class Call {
     block->index_head = static_cast<int32_t>(group * p_.main.index_heads / groups(p_));
     return set_chunks(p_, p_.window, 0, 0, block) &&
            set_chunks(p_, p_.main, block->index_head, 1, block);
+  }
+
+  bool count_chunks(int64_t items, int64_t* chunks) {
+    for (int64_t item = 0; item < items && !failed_; ++item) {
+      Block block;
+      failed_ = !make_block(item, &block);
+      *chunks += block.chunks[0] + block.chunks[1];
+    }
+    return !failed_;
   }
 
   void run_whole(int64_t items) {

@@ -597,10 +597,12 @@ inline bool computes_in_bf16(const AttendParams& p) {
 }
 #endif
 
-// Whether products fill AMX's registers. Rows without lists share them: as a row's bits must not
-// depend on how many do, all such calls use them.
-inline bool fills_registers(const AttendParams& p) {
-  return heads_per_group(p) >= kWidth || !(p.main.listed || p.window.listed);
+// Whether AMX's registers are quicker, though their products always take as long as those of 16
+// lanes. Rows without lists share them: as a row's bits must not depend on how many do, all such
+// calls use them.
+inline bool suits_registers(const AttendParams& p) {
+  constexpr int kLeastHeads = 5;
+  return heads_per_group(p) >= kLeastHeads || !(p.main.listed || p.window.listed);
 }
 
 // Names the class that attends a call.
@@ -618,7 +620,7 @@ SPARSE_ATTN_INLINE auto with_class_of(const AttendParams& p, const Use& use) {
 template <class Use>
 SPARSE_ATTN_INLINE auto with_class(const AttendParams& p, const Use& use) {
 #if defined(__AMX_BF16__)
-  if (computes_in_bf16(p) && fills_registers(p))
+  if (computes_in_bf16(p) && suits_registers(p) && !FewAttention<Bf16>::serves(p))
     return use(Chosen<Attention<Bf16Amx<AmxAttend>>>());
 #endif
 #if defined(SPARSE_ATTN_BF16)
@@ -661,8 +663,13 @@ void merge(const AttendParams& p, const Block& block, int64_t count, float* part
 }  // namespace
 }  // namespace SPARSE_ATTN_ISA
 
-extern const Kernels SPARSE_ATTN_KERNELS = {SPARSE_ATTN_ISA::scratch_bytes,
-                                            SPARSE_ATTN_ISA::partial_floats,
-                                            SPARSE_ATTN_ISA::attend, SPARSE_ATTN_ISA::merge};
+extern const Kernels SPARSE_ATTN_KERNELS = {
+#if defined(__AMX_BF16__)
+    true,
+#else
+    false,
+#endif
+    SPARSE_ATTN_ISA::scratch_bytes, SPARSE_ATTN_ISA::partial_floats, SPARSE_ATTN_ISA::attend,
+    SPARSE_ATTN_ISA::merge};
 
 }  // namespace sparse_attn

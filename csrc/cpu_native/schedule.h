@@ -98,6 +98,10 @@ static inline bool visit_listed(const PlaneParams& plane, int64_t row, int64_t i
 
 // The kernels of one instruction set.
 struct Kernels {
+  // Whether it takes longer to read keys again, for another part of the heads, than to merge what
+  // chunks leave.
+  bool reads_once;
+
   // Bytes of working memory for one thread, and floats of one partial result of a block of `lanes`
   // lanes.
   int64_t (*scratch_bytes)(const AttendParams& p, int32_t lanes);
