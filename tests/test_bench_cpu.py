@@ -12,7 +12,7 @@ import torch
 from sparse_attn import bench
 
 main = bench.load("cpu").main
-from cpu import attend, calls, compress, expanded, merge, report, rows, select, suite  # noqa: E402 (its folder is found now)
+from cpu import attend, calls, compress, expanded, machine, merge, report, rows, select, suite  # noqa: E402 (its folder is found now)
 from cpu.timing import OURS, Case, Time, measure  # noqa: E402
 
 SMALL = {
@@ -88,6 +88,9 @@ def test_functions_take_turns_and_variants():
     assert len(seen) == 12
 
 
+LIMITS = {"bf16": 200.0, "blocks": 10.0}
+
+
 def example(**changed: float) -> report.Result:
     """A run of one case, with times in milliseconds."""
     milliseconds = {OURS: 2.0, "index_select + bmm": 4.0, attend.IDIOMATIC: 5.0, attend.PLAIN: 1.9} | changed
@@ -105,6 +108,15 @@ def test_rows_of_a_case():
     assert by_peer[attend.PLAIN]["value"] == pytest.approx(2 / 1.9)
     met = {peer: row["met"] for peer, row in by_peer.items() if row["target"]}
     assert met == {"bf16 peak": True, suite.BEST: True, attend.IDIOMATIC: False, attend.PLAIN: True}
+
+
+@pytest.mark.parametrize(("read", "binds", "share"), [(0.0, "bf16", 0.5), (6e6, "bf16", 0.5), (14e6, "blocks", 0.7)])
+def test_the_larger_share_is_of_the_limit_that_binds(read: float, binds: str, share: float) -> None:
+    case = Case("V3.2", {}, flops=2e8, bytes=read, limit="bf16")
+    rows = suite._rows(suite.Plan("Decode", lambda: case, 0.6), case, {OURS: Time(2e-3, 2e-3, 0.1)}, LIMITS, 2)
+    (row,) = (row for row in rows if row.unit == "of limit")
+    assert (row.peer, row.met) == (machine.LIMITS[binds][0], share > 0.6)
+    assert row.value == pytest.approx(share)
 
 
 def test_forms_of_a_result(tmp_path, capsys):

@@ -110,8 +110,9 @@ def make(
     attended = shape.selected + shape.window
     entry = shape.kv_heads * layout.FORMATS[format].entry_bytes(shape.qk_dim)
     entry += shape.kv_heads * layout.FORMATS[format].entry_bytes(shape.v_dim) if shape.separate_v else 0
-    read = float(entry * (tokens * attended if attended else batch * shape.context))
-    variants = variants_for(read)
+    attends = entry * (tokens * attended if attended else batch * shape.context)
+    read = float(min(attends, entry * batch * (shape.context + shape.window)))
+    variants = variants_for(attends)
     # Contexts that would stay in caches take turns with others.
     pages = batch * min(variants, variants_for(batch * shape.context * entry, 1)) * per_sequence
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,7 +64,7 @@ class Plan:
 
 def in_caches(case: Case) -> Case:
     """The case with one set of arguments, whose rows caches hold from the second call on."""
-    return replace(case, name=f"{case.name}, in caches", variants=1)
+    return replace(case, name=f"{case.name}, in caches", variants=1, bytes=0)
 
 
 def plans(compiled: bool) -> Iterator[Plan]:
@@ -195,6 +196,8 @@ def run(
             found += _rows(plan, case, times, limits, threads)
             if plan.scaling and threads > 1:
                 found.append(_scaling(plan, case, threads, budget))
+            del case
+            gc.collect()  # cases refer to themselves, and their pools are large
         if not quick and only.lower() in "sparse over dense":
             found += _dense(threads, budget, say)
     return limits, found
@@ -206,14 +209,21 @@ def _row(
     return Row(plan_group, case, value, unit, target, peer, ours.spread, threads)
 
 
+def _shares(case: Case, ours: Time, limits: dict[str, float]) -> Iterator[tuple[float, str]]:
+    """Shares of the case's limit, and of memory's where rows come from there: the larger is of the one that binds."""
+    for limit in {case.limit} if case.limit == "copy" else {case.limit, "blocks"}:
+        if limit in limits:
+            work = case.bytes if limit in ("copy", "blocks") else case.flops
+            yield work / ours.quartile / 1e9 / limits[limit], limit
+
+
 def _rows(plan: Plan, case: Case, times: dict[str, Time], limits: dict[str, float], threads: int) -> list[Row]:
     ours = times[OURS]
     row = partial(_row, plan.group, case.name, ours=ours, threads=threads)
     found = [Row(plan.group, case.name, ours.quartile * 1e3, "ms", None, "", ours.spread, threads, ours.median * 1e3)]
     if case.limit in limits:
-        work = case.bytes if case.limit in ("copy", "blocks") else case.flops
-        share = work / ours.quartile / 1e9 / limits[case.limit]
-        found.append(row(value=share, unit="of limit", target=plan.limit, peer=machine.LIMITS[case.limit][0]))
+        share, limit = max(_shares(case, ours, limits))
+        found.append(row(value=share, unit="of limit", target=plan.limit, peer=machine.LIMITS[limit][0]))
     torch_forms = []
     for name, time in times.items():
         if name == MOVED:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,8 +14,16 @@ from torch import Tensor
 OURS = "sparse_attn"
 MOVED = "the same rows moved"
 """Stands for a loop that reads and writes rows of the same sizes in the same order, and computes nothing."""
-CACHE_BYTES = 128 << 20
-"""What the calls of a case read together at least, several times the caches of the machines it is for."""
+
+
+def _cached() -> int:
+    """Bytes of the largest cache of the first core, 64 MB if the system does not tell."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max([int(size[:-1]) << 10 for size in sizes if size.endswith("K")], default=64 << 20)
+
+
+CACHE_BYTES = max(128 << 20, 2 * _cached())
+"""What the calls of a case read together at least: more than caches hold."""
 
 
 @dataclass
@@ -28,7 +37,7 @@ class Case:
     """Sets of arguments. Calls take them in turn, each function another, so that caches do not hold the rows."""
     flops: float = 0
     bytes: float = 0
-    """What one call must compute, and must read and write of paged planes."""
+    """What one call must compute, and must read from memory and write there, of paged planes."""
     limit: str = ""
     """Which of the machine's limits binds it (see ``machine.LIMITS``)."""
     check: Callable[[], None] = field(default=lambda: None)
@@ -47,7 +56,7 @@ class Time:
 
 
 def variants_for(bytes_read: float, least: int = 4) -> int:
-    return max(least, min(64, int(-(-CACHE_BYTES // max(bytes_read, 1)))))
+    return max(least, min(320, int(-(-CACHE_BYTES // max(bytes_read, 1)))))
 
 
 def measure(case: Case, budget: float, least: int = 6, most: int = 60) -> dict[str, Time]:
