@@ -144,10 +144,20 @@ def test_every_group_of_the_suite_has_a_short_case_or_is_long_by_nature():
     assert {"V3.2 decode", "V4 decode", "Packed rows", "GQA decode, blocks", "select", "Prefill", "Rows"} <= short
 
 
+def last_run(kind: str) -> report.Result:
+    return report.load(max((Path(__file__).parents[1] / "benchmarks" / "results").glob(f"{kind}-*.json")))
+
+
 def test_the_page_shows_the_rows_of_the_last_run():
     root = Path(__file__).parents[1]
-    result = report.load(max((root / "benchmarks" / "results").glob("cpu-*.json")))
+    result = last_run("cpu")
     page = (root / "docs" / "benchmarks.md").read_text()
     assert page.split("<!-- rows -->")[1].strip() == report.markdown(result)
     pictures = {report.picture(group) for group in report.grouped(result)}
     assert pictures == {file.name for file in (root / "docs" / "benchmarks").iterdir()}
+
+
+def test_the_page_of_amx_shows_its_rows():
+    page = (Path(__file__).parents[1] / "docs" / "benchmarks-amx.md").read_text()
+    lines = [line for line in report.markdown(last_run("amx")).splitlines() if not line.startswith("![")]
+    assert [line for line in page.split("<!-- rows -->")[1].splitlines() if line] == [line for line in lines if line]
