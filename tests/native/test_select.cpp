@@ -22,29 +22,40 @@ using namespace sparse_attn;
 
 constexpr int64_t kSizes[] = {1, 3, 8, 16, 32, 48, 64};
 
-// Numbers of bf16 or fp32, which both read back exactly.
+// Numbers in a format, which read back exactly: integers of 8 bits are of any size, others normal.
 struct Numbers {
-  explicit Numbers(int64_t count, bool bf16_, float fill) : bf16(bf16_) {
-    bytes.resize(static_cast<size_t>(count * size()));
+  Numbers(int64_t count, Format format_) : format(format_) {
+    bytes.assign(static_cast<size_t>(count * size()), '\xff');  // NaN, but for integers
     bytes.shrink_to_fit();
-    for (int64_t i = 0; i < count; ++i) set(i, fill);
   }
 
-  int64_t size() const { return bf16 ? 2 : 4; }
+  int64_t size() const { return number_bits(type()) / 8; }
+  Number type() const { return codec_of(format).element; }
 
   void set(int64_t i, float x) {
     const uint16_t half = float_to_bf16(x);
-    memcpy(bytes.data() + i * size(), bf16 ? static_cast<const void*>(&half) : &x,
-           static_cast<size_t>(size()));
+    const auto integer = static_cast<int8_t>(x);
+    const void* from = &x;
+    if (format == Format::kBf16) from = &half;
+    if (format == Format::kInt8) from = &integer;
+    memcpy(bytes.data() + i * size(), from, static_cast<size_t>(size()));
   }
 
-  double at(int64_t i) const {
-    return read_number(bf16 ? Number::kBf16 : Number::kFp32, bytes.data(), i);
+  void draw(int64_t i) {
+    set(i, format == Format::kInt8 ? static_cast<float>(between(-128, 127)) : normal());
   }
 
-  bool bf16;
+  double at(int64_t i) const { return read_number(type(), bytes.data(), i); }
+
+  Format format;
   std::vector<char> bytes;
 };
+
+// Scales that make integers about normal. Some keys are zeros, and some change their sign.
+float any_scale() {
+  const auto size = static_cast<float>(between(2, 10));
+  return below(9) == 0 ? 0 : (below(5) ? size : -size) / 740;
+}
 
 struct Call {
   SelectParams p;
@@ -87,7 +98,8 @@ void check(const Call& c, const char* isa, const std::vector<int32_t>& indices,
 void run_case() {
   Call c;
   SelectParams& p = c.p;
-  const bool bf16 = below(2);
+  const Format format = below(2) ? Format::kBf16 : Format::kFp32;
+  const bool integer_keys = below(2), integers = integer_keys && below(2);
   p.batch = between(1, 3);
   const int64_t size = kSizes[below(7)];
   p.lists = static_cast<int32_t>(between(1, std::min<int64_t>(128 / size, 5)));
@@ -108,10 +120,14 @@ void run_case() {
   p.max_seqlen_q = 4;
   p.max_seq_len = c.longest;
   const int64_t columns = c.longest / page_size + 1, pages = columns * p.batch;
-  Numbers keys(pages * page_size * p.key_heads * p.dim, bf16, NAN);
-  Numbers q(p.tokens * p.heads * p.dim, bf16, 0), weights(p.tokens * p.heads, bf16, 0);
-  for (int64_t i = 0; i < p.tokens * p.heads * p.dim; ++i) q.set(i, normal());
-  for (int64_t i = 0; i < p.tokens * p.heads; ++i) weights.set(i, normal());
+  Numbers keys(pages * page_size * p.key_heads * p.dim, integer_keys ? Format::kInt8 : format);
+  Numbers key_scales(integer_keys ? pages * page_size * p.key_heads : 0, Format::kFp32);
+  Numbers q(p.tokens * p.heads * p.dim, integers ? Format::kInt8 : format);
+  Numbers q_scales(integers ? p.tokens * p.heads : 0, format);
+  Numbers weights(p.tokens * p.heads, format);
+  for (int64_t i = 0; i < p.tokens * p.heads * p.dim; ++i) q.draw(i);
+  for (int64_t i = 0; i < p.tokens * p.heads; ++i) weights.draw(i);
+  for (int64_t i = 0; integers && i < p.tokens * p.heads; ++i) q_scales.set(i, any_scale());
   std::vector<int32_t> order(static_cast<size_t>(pages));
   for (int64_t i = 0; i < pages; ++i) order[static_cast<size_t>(i)] = static_cast<int32_t>(i);
   std::shuffle(order.begin(), order.end(), generator);
@@ -124,7 +140,9 @@ void run_case() {
       const int64_t page = c.table[static_cast<size_t>(column)] =
           order[static_cast<size_t>(column)];
       const int64_t entry = (page * page_size + e % page_size) * p.key_heads * p.dim;
-      for (int64_t i = 0; i < p.key_heads * p.dim; ++i) keys.set(entry + i, normal());
+      for (int64_t i = 0; i < p.key_heads * p.dim; ++i) keys.draw(entry + i);
+      for (int64_t i = 0; integer_keys && i < p.key_heads; ++i)
+        key_scales.set(entry / p.dim + i, any_scale());
     }
     for (int64_t t = c.starts[b]; t < c.starts[b + 1]; ++t) {
       const int64_t seen = std::max<int64_t>(c.lengths[b] - (c.starts[b + 1] - t) + 1, 0);
@@ -138,6 +156,8 @@ void run_case() {
           double product = 0;
           for (int64_t d = 0; d < p.dim; ++d)
             product += q.at((t * p.heads + h) * p.dim + d) * keys.at(key + d);
+          if (integers) product *= q_scales.at(t * p.heads + h);
+          if (integer_keys) product *= key_scales.at(key / p.dim);
           if (p.score == Score::kReluSum) product = std::max(product, 0.0);
           if (p.score == Score::kSoftmaxSum) product = exp(p.scale * product);
           sum += terms[static_cast<size_t>(e)] = product;
@@ -157,19 +177,21 @@ void run_case() {
   p.q = q.bytes.data();
   p.q_strides[0] = p.heads * p.dim * q.size();
   p.q_strides[1] = p.dim * q.size();
-  p.q_format = p.weight_format = bf16 ? Format::kBf16 : Format::kFp32;
+  p.q_format = q.format;
+  if (integers) p.q_scale = q_scales.bytes.data();
+  p.q_scale_format = p.weight_format = format;
   p.weights = weights.bytes.data();
-  p.weight_strides[0] = p.heads * q.size();
-  p.weight_strides[1] = q.size();
+  p.q_scale_strides[0] = p.weight_strides[0] = p.heads * weights.size();
+  p.q_scale_strides[1] = p.weight_strides[1] = weights.size();
   p.cu_seqlens_q = c.starts.data();
   p.seq_lens = c.lengths.data();
   p.keys.given = true;
-  p.keys.k = {keys.bytes.data(),
-              page_size * p.key_heads * p.dim * q.size(),
-              p.key_heads * p.dim * q.size(),
-              p.dim * q.size(),
-              p.dim,
-              bf16 ? Number::kBf16 : Number::kFp32};
+  const auto rows_of = [&](const Numbers& numbers, int32_t dim) {
+    const int64_t row = dim * numbers.size(), entry = p.key_heads * row;
+    return PagedRows{numbers.bytes.data(), page_size * entry, entry, row, dim, numbers.type()};
+  };
+  p.keys.k = rows_of(keys, p.dim);
+  if (integer_keys) p.keys.k_scale = rows_of(key_scales, 1);
   p.keys.pages = pages;
   p.keys.page_size = page_size;
   p.keys.page_table = c.table.data();
