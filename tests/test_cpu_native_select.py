@@ -44,7 +44,13 @@ def same(a: Selected, b: Selected) -> bool:
 
 
 def long(
-    length: int = 100_000, rows: int = 1, heads: int = 4, dim: int = 16, page: int = 64, **options: Any
+    length: int = 100_000,
+    rows: int = 1,
+    heads: int = 4,
+    dim: int = 16,
+    page: int = 64,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One sequence, its pages in random order."""
     g = torch.Generator().manual_seed(1)
@@ -53,7 +59,14 @@ def long(
     table = torch.randperm(pages, generator=g).int()[None]
     q, weights = torch.randn(rows, heads, dim, generator=g), torch.randn(rows, heads, generator=g)
     starts, lens = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-    options = dict(dict(format="fp32", k=2048), **options)
+    format = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8_index_h"}[dtype]
+    options = dict(dict(format=format, k=2048), **options)
+    if dtype == torch.int8:
+        q, keys = q * 30, keys * 30
+        scales = dict(q_scale=torch.rand(rows, heads, generator=g) / 30)
+        scales["key_scale"] = torch.rand(pages, page, 1, generator=g).half() / 30
+        options = dict(options, **scales)
+    q, keys = q.to(dtype), keys.to(dtype)
     return (q, weights, starts, lens, keys, table, options.pop("k"), 0.25, rows, length), options
 
 
@@ -80,6 +93,10 @@ SPLIT: dict[str, dict[str, Any]] = {
     "sum of an uneven block": dict(k=100, block=100, pool="sum"),
     "mean keys": dict(k=100, block=16, pool="mean", score="softmax_sum"),
     "overlapping entries": dict(k=100, ratio=4, span=8, block=4, pool="sum", score="softmax_sum", tail="counted"),
+    "bf16": dict(dtype=torch.bfloat16, dim=50, score="softmax_sum"),
+    "bf16, heads that fill registers": dict(dtype=torch.bfloat16, length=9000, rows=3, heads=64, dim=96),
+    "bf16, lists apart": dict(dtype=torch.bfloat16, length=40_000, heads=64, dim=32, score="dot", out_heads=2),
+    "integers": dict(dtype=torch.int8, length=40_000, rows=2, heads=32, dim=70),
     "a range": dict(kv_range=torch.tensor([[777, 90_001]], dtype=torch.int32)),
 }
 
