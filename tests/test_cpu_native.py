@@ -82,6 +82,16 @@ def test_any_dimensions(isa: str, dims: tuple[int, int], dtype: str, format: str
         cases.assert_agrees(IMPL, *cases.attend(**options, kv_heads=1, lengths=(40,), rows=(3,), padding=0))
 
 
+@pytest.mark.parametrize("q_heads", [1, 4, 20, 64])
+def test_parts_of_keys_that_lie_apart(isa: str, q_heads: int) -> None:
+    """Products of bf16 with two parts of a key, which fill registers or do not, add up."""
+    for qk_dim, rope_dim in ((96, 32), (80, 9)):
+        options = dict(q_heads=q_heads, kv_heads=1, qk_dim=qk_dim, rope_dim=rope_dim, v_dim=33, lengths=(150, 9))
+        options |= dict(dtype="bfloat16", format="bf16", v_format="bf16", rows=(2, 1))
+        cases.assert_agrees(IMPL, *cases.attend(**options))
+        cases.assert_agrees(IMPL, *cases.attend(**options, index_heads=1, selected=90))
+
+
 @pytest.mark.parametrize("format", layout.names("kv", packed=True))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_packed_formats(isa: str, dtype: str, format: str) -> None:
@@ -213,7 +223,13 @@ def test_few_heads_beside_infinity(isa: str, heads: tuple[int, int]) -> None:
     )
     kwargs["indices"] = torch.arange(300, dtype=torch.int32).view(1, 1, 300) * 2
     clean = cases.run(IMPL, leading, kwargs)
-    places = ((40, 0, torch.inf), (420, 31, -torch.inf), (598, 130, torch.nan), (2, 167, torch.inf))
+    places = (
+        (40, 0, torch.inf),
+        (420, 31, -torch.inf),
+        (300, 77, torch.inf),
+        (598, 130, torch.nan),
+        (2, 167, torch.inf),
+    )
     for entry, element, number in places:
         page, offset = int(kwargs["page_table"][0, entry // 4]), entry % 4
         v = kwargs["v"].clone()
