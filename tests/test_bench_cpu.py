@@ -12,7 +12,7 @@ import torch
 from sparse_attn import bench
 
 main = bench.load("cpu").main
-from cpu import attend, calls, compress, expanded, machine, merge, report, rows, select, suite  # noqa: E402 (its folder is found now)
+from cpu import attend, calls, cli, compress, expanded, machine, merge, report, rows, select, suite  # noqa: E402 (its folder is found now)
 from cpu.timing import OURS, Case, Time, measure  # noqa: E402
 
 SMALL = {
@@ -130,6 +130,46 @@ def test_forms_of_a_result(tmp_path, capsys):
     slower.write_text(report.as_json(example(**{"index_select + bmm": 6.0, attend.PLAIN: 1.9})))
     assert main(["--read", str(file), "--against", str(slower)]) == 1
     assert "index_select + bmm: 2.00x, was 3.00x" in capsys.readouterr().err
+
+
+def test_the_gate_fails_where_nothing_is_compared(tmp_path, capsys):
+    result = example()
+    files = [tmp_path / "run.json", tmp_path / "before.json"]
+    files[0].write_text(report.as_json(result))
+    files[1].write_text(report.as_json(result | {"rows": [row | {"threads": 1} for row in result["rows"]]}))
+    assert main(["--read", str(files[0]), "--against", str(files[1])]) == 1
+    assert "no ratio or share of this run" in capsys.readouterr().err
+
+
+def test_the_gate_compares_shares_of_whichever_limit_binds():
+    before = example()
+    for row in before["rows"]:
+        if row["unit"] == "of limit":
+            row |= {"peer": machine.LIMITS["blocks"][0], "value": 0.9}
+    assert any("50 %, was 90 %" in line for line in report.worse(example(), before, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--threads", "0"], "--threads: expected at least 1, got 0"),
+        (["--seconds", "-1"], "--seconds: expected a number from 0 on, got -1.0"),
+        (["--slack", "nan"], "--slack: expected a number from 0 on, got nan"),
+        (["--output", "nowhere/run.json"], "--output: there is no folder nowhere"),
+        (["--read", "nowhere.json"], "--read: there is no file nowhere.json"),
+        (["--against", "nowhere.json"], "--against: there is no file nowhere.json"),
+        (["--read", __file__], "is no run of the suite"),
+        (["--only", "nothing"], "--only: no group's name contains 'nothing', they are: Calls; V3.2 decode;"),
+        (["--only", "growth", "--quick"], "--only: no group's name contains 'growth', they are: Calls; V3.2 decode;"),
+    ],
+)
+def test_arguments_that_lead_nowhere_are_refused(arguments, says, capsys, monkeypatch):
+    for name in cli.PINNED:  # as if it had started itself again
+        monkeypatch.setenv(name, cli.PINNED[name])
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    assert refused.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_smaller_share_of_a_limit_is_worse():

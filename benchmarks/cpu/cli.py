@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 PINNED = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
@@ -30,8 +32,28 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def check(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse, before anything is measured, what would fail after minutes or say nothing."""
+    if options.threads < 1:
+        made.error(f"--threads: expected at least 1, got {options.threads}")
+    for name in ("seconds", "slack"):
+        value = getattr(options, name)
+        if not (math.isfinite(value) and value >= 0):  # nothing is worse by more than nan
+            made.error(f"--{name}: expected a number from 0 on, got {value}")
+    if options.output and not options.output.parent.is_dir():
+        made.error(f"--output: there is no folder {options.output.parent}")
+    if options.plots and not find_spec("matplotlib"):
+        made.error("--plots needs matplotlib: pip install matplotlib")
+    for name in ("read", "against"):
+        file = getattr(options, name)
+        if file and not file.is_file():
+            made.error(f"--{name}: there is no file {file}")
+
+
 def main(argv: Sequence[str]) -> int:
-    options = parser().parse_args(argv)
+    made = parser()
+    options = made.parse_args(argv)
+    check(made, options)
     if options.read is None and any(name not in os.environ for name in PINNED):
         os.environ.update(PINNED | {"OMP_NUM_THREADS": str(options.threads)})
         os.execv(
@@ -40,16 +62,23 @@ def main(argv: Sequence[str]) -> int:
         )
     from . import report
 
-    result = report.load(options.read) if options.read else measured(options)
+    try:
+        before = report.load(options.against) if options.against else None
+        result = report.load(options.read) if options.read else measured(options)
+    except ValueError as error:
+        made.error(str(error))
     if options.output:
         options.output.write_text(report.as_json(result) + "\n")
     if options.plots:
         report.draw(result, options.plots)
     form = report.as_json if options.json else report.markdown if options.markdown else report.table
     print(form(result))
-    if options.against is None:
+    if before is None:
         return 0
-    worse = report.worse(result, report.load(options.against), options.slack)
+    if not report.compared(result, before):
+        print(f"bench: no ratio or share of this run, on as many threads, is in {options.against}", file=sys.stderr)
+        return 1
+    worse = report.worse(result, before, options.slack)
     for line in worse:
         print(line, file=sys.stderr)
     return 1 if worse else 0

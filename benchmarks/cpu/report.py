@@ -28,7 +28,13 @@ def as_json(found: Result) -> str:
 
 
 def load(file: Path) -> Result:
-    loaded: Result = json.loads(file.read_text())
+    """The run that a file holds. Raises ``ValueError`` if it holds none."""
+    try:
+        loaded: Result = json.loads(file.read_text())
+    except ValueError:
+        loaded = {}
+    if not isinstance(loaded, dict) or not {"machine", "limits", "rows"} <= loaded.keys():
+        raise ValueError(f"{file} is no run of the suite, as --output writes it")
     return loaded
 
 
@@ -102,17 +108,28 @@ def _cell(row: dict[str, Any]) -> str:
     return f"**{figure(row)}**" if row["met"] else f"{figure(row)} ({wanted(row)} expected)"
 
 
-def worse(found: Result, before: Result, slack: float) -> list[str]:
-    """Ratios and shares of limits that are worse than in another run by more than `slack` of them, one line each.
+BINDING = {called for called, _ in LIMITS.values()}
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What names a figure in every run. Which limit binds a case, the larger share tells, may differ between two."""
+    peer = "the limit that binds" if row["peer"] in BINDING else row["peer"]
+    return row["name"], peer, row["unit"], row["threads"]
+
+
+def compared(found: Result, before: Result) -> list[tuple[dict[str, Any], float]]:
+    """Ratios and shares of limits that another run has too, and their values there.
 
     Times are not compared: they are those of a machine and its state.
     """
-    known = {(row["name"], row["peer"], row["unit"], row["threads"]): row["value"] for row in before["rows"]}
+    known = {_key(row): row["value"] for row in before["rows"] if row["unit"] not in ("ms", "us")}
+    return [(row, known[_key(row)]) for row in found["rows"] if _key(row) in known]
+
+
+def worse(found: Result, before: Result, slack: float) -> list[str]:
+    """What of `compared` is worse than there by more than `slack` of it, one line each."""
     lines = []
-    for row in found["rows"]:
-        old = known.get((row["name"], row["peer"], row["unit"], row["threads"]))
-        if old is None or row["unit"] in ("ms", "us"):
-            continue
+    for row, old in compared(found, before):
         change = row["value"] / old if row["unit"] in AT_MOST else old / row["value"]
         if change > 1 + slack:
             now = figure(row)

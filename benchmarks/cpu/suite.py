@@ -177,7 +177,14 @@ def plans(compiled: bool) -> Iterator[Plan]:
 def run(
     only: str, quick: bool, compiled: bool, threads: int, budget: float, say: Callable[[str], None]
 ) -> tuple[dict[str, float], list[Row]]:
-    """The machine's limits by name, and rows of every case whose group's name contains `only`."""
+    """The machine's limits by name, and rows of every case whose group's name contains `only`.
+
+    Raises ``ValueError`` if no name does.
+    """
+    groups = ["Calls", *dict.fromkeys(plan.group for plan in plans(False) if plan.quick or not quick)]
+    groups += [] if quick else ["Sparse over dense"]
+    if not any(only.lower() in group.lower() for group in groups):
+        raise ValueError(f"--only: no group's name contains {only!r}, they are: {'; '.join(groups)}")
     torch.set_num_threads(threads)
     limits = machine.measure()
     found: list[Row] = []
