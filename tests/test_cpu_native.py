@@ -431,6 +431,29 @@ def test_work_runs_on_the_threads_of_torch() -> None:
         assert runtime == "std::thread"
 
 
+FORKS = """
+import os, signal, sys
+sys.path.insert(0, "tests")
+import torch
+import cases, sparse_attn
+torch.set_num_threads(2)
+leading, kwargs = cases.attend(q_heads=64, qk_dim=64, v_dim=64, lengths=(2000,), rows=(8,))
+def work():
+    return torch.ops.sparse_attn.attend(*leading, **kwargs, backend="cpu_native")[0], torch.ones(1 << 20).exp()
+expected = work()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # instead of waiting without end
+    os._exit(0 if all(map(torch.equal, work(), expected)) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert all(map(torch.equal, work(), expected))
+"""
+
+
+def test_a_forked_process_calls_with_several_threads() -> None:
+    subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
 # the kernels without Python
 
 

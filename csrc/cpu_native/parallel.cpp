@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <pthread.h>
 #include <string.h>
 
 #include <atomic>
@@ -26,19 +27,33 @@ int find_torch(dl_phdr_info* info, size_t, void* result) {
   return 1;
 }
 
+// Ends the idle threads of the one that calls it. They start again when they are needed.
+int (*pause_threads)(int kind) = nullptr;
+
+// A forked process has none of the threads that GNU's runtime still counts in it, and would wait
+// for them without end: they end before, of torch's work and of ours. Other runtimes see to it
+// themselves.
+void survive_forks(void* torch) {
+  if (dlsym(torch, "__kmpc_fork_call")) return;  // LLVM's or Intel's
+  pause_threads = reinterpret_cast<int (*)(int)>(dlsym(torch, "omp_pause_resource_all"));
+  constexpr int kSoft = 1;
+  if (pause_threads) pthread_atfork([] { pause_threads(kSoft); }, nullptr, nullptr);
+}
+
 // The OpenMP runtime that torch is linked with, looked up through torch's library: wheels carry one
 // of their own under a changed name, and a process can hold several. Nothing is loaded: a second
 // runtime would fight the first for cores.
 Runtime find_runtime() {
   void* torch = nullptr;
   dl_iterate_phdr(find_torch, &torch);
-  void* symbol = dlsym(torch ? torch : RTLD_DEFAULT,
-                       "GOMP_parallel");  // LLVM's and Intel's runtimes have it too
+  if (!torch) torch = RTLD_DEFAULT;
+  void* symbol = dlsym(torch, "GOMP_parallel");  // LLVM's and Intel's runtimes have it too
   Runtime result;
   Dl_info library;
   if (symbol && dladdr(symbol, &library) != 0) {
     result.region = reinterpret_cast<ParallelRegion>(symbol);
     result.path = library.dli_fname;
+    survive_forks(torch);
   }
   return result;
 }
