@@ -294,3 +294,28 @@ def test_heads_that_fill_vectors_and_scaled_keys(dtype: torch.dtype, dim: int, s
             assert chosen.tolist() == (expected[t, o] > -INF).nonzero()[:, 0].tolist()
             error = (selected.values[t, o, : len(chosen)].double() - expected[t, o, chosen]).abs()
             assert bool((error <= 1e-6 * size[t, o, chosen] + 1e-6).all())
+
+
+@pytest.mark.parametrize(("page", "table", "blocks"), [(8, [10, 7, 3, 13], None), (16, [10, 3, 7, 11], [0, 2, 4, 7])])
+def test_scales_of_keys_whose_ends_alone_lie_as_far_apart_as_neighbours(page, table, blocks) -> None:
+    g = torch.Generator().manual_seed(1)
+    keys = torch.randint(-127, 128, (16, page, 1, 128), generator=g).to(torch.int8)
+    key_scale = torch.rand(16, page, 1, generator=g).half() + 0.1
+    numbers = (keys * key_scale.float()[..., None])[torch.tensor(table)].flatten(0, 2).double()
+    q = torch.randint(-127, 128, (1, 32, 128), generator=g).to(torch.int8)
+    q_scale = torch.rand(1, 32, generator=g)
+    queries = (q * q_scale[..., None]).double()
+    entries = torch.arange(len(numbers))
+    if blocks is not None:
+        entries = entries.view(-1, 8)[torch.tensor(blocks)].flatten()
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([len(numbers)], dtype=torch.int32)
+    options: dict[str, Any] = dict(key_scale=key_scale, format="int8", score="dot", order="index", return_values=True)
+    if blocks is not None:
+        options["candidates"] = torch.tensor(blocks, dtype=torch.int32).view(1, 1, -1)
+    for given, scale in ((q, q_scale), (queries.float(), None)):
+        args = (given, None, starts, lens, keys, torch.tensor([table], dtype=torch.int32), 32, 0.01, 1, len(numbers))
+        selected = run(args, dict(options, q_scale=scale))
+        assert selected.indices[0, 0].tolist() == entries.tolist()
+        expected = 0.01 * (queries[0] @ numbers[entries].T).sum(0)
+        assert selected.values is not None
+        torch.testing.assert_close(selected.values[0, 0].double(), expected, atol=1e-3, rtol=1e-4)

@@ -122,12 +122,16 @@ class SelectKeys {
     const PagedRows& scales = p_.keys.k_scale;
     const char* data = scales.data + key_head * scales.head_stride;
     const auto read_type = [&](auto number) {
-      constexpr int64_t kLast = (kKeys - 1) * sizeof(number);
-      if (seen == UINT32_MAX && tile.scale[from + kKeys - 1] - tile.scale[from] == kLast)
-        return convert_row(scales.type, data + tile.scale[from], kKeys, scales_ + from);
+      const int64_t* const at = tile.scale + from;
+      if (seen == UINT32_MAX) {
+        int64_t apart = 0;  // each of them counts: pages in between may be any
+        for (int i = 1; i < kKeys; ++i)
+          apart |= at[i] - at[i - 1] - static_cast<int64_t>(sizeof(number));
+        if (apart == 0) return convert_row(scales.type, data + at[0], kKeys, scales_ + from);
+      }
       decltype(number) numbers[kKeys] = {};
       for (int i = 0; i < kKeys; ++i) {
-        if (seen >> i & 1) memcpy(numbers + i, data + tile.scale[from + i], sizeof(number));
+        if (seen >> i & 1) memcpy(numbers + i, data + at[i], sizeof(number));
       }
       convert_row(scales.type, reinterpret_cast<const char*>(numbers), kKeys, scales_ + from);
     };
