@@ -546,7 +546,7 @@ class Scorer {
     const SelectTile* tile = tile_;
     if ((n += kAhead) >= tile->last) {
       tile = next_tile_;
-      n -= kTile;
+      n = n > kTile ? n - kTile : 0;  // a tile may end early
     }
     return tile && tile->seen >> n & 1 ? p_.keys.k.data + tile->key[n] : keys_.zeros();
   }
