@@ -57,7 +57,7 @@ CPU_ISA = Variable(
     "SPARSE_ATTN_CPU_ISA",
     ("auto", "portable", "avx2", "avx512", "avx512_bf16", "amx_bf16", "neon_bf16", "sve256_bf16"),
     "auto",
-    "instruction set of cpu_native; one that the machine lacks is refused.",
+    "instruction set of cpu_native, as it stands at the first call; one that the machine lacks is refused.",
 )
 RECORDS = Variable(
     "SPARSE_ATTN_RECORDS",

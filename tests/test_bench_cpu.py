@@ -141,6 +141,14 @@ def test_the_gate_fails_where_nothing_is_compared(tmp_path, capsys):
     assert "no ratio or share of this run" in capsys.readouterr().err
 
 
+def test_the_gate_says_that_another_machine_is_compared(tmp_path, capsys):
+    files = [tmp_path / "run.json", tmp_path / "before.json"]
+    files[0].write_text(report.as_json(example()))
+    files[1].write_text(report.as_json(example() | {"machine": {"processor": "Q"}}))
+    assert main(["--read", str(files[0]), "--against", str(files[1])]) == 0
+    assert "has another processor, Q instead of P" in capsys.readouterr().err
+
+
 def test_the_gate_compares_shares_of_whichever_limit_binds():
     before = example()
     for row in before["rows"]:

@@ -78,6 +78,10 @@ def main(argv: Sequence[str]) -> int:
     if not report.compared(result, before):
         print(f"bench: no ratio or share of this run, on as many threads, is in {options.against}", file=sys.stderr)
         return 1
+    for name in ("processor", "instruction set"):
+        there, here = (found["machine"].get(name) for found in (before, result))
+        if there != here:
+            print(f"bench: {options.against} has another {name}, {there} instead of {here}", file=sys.stderr)
     worse = report.worse(result, before, options.slack)
     for line in worse:
         print(line, file=sys.stderr)

@@ -53,18 +53,32 @@ double fp32(int64_t rounds) {
 }
 
 #if defined(__AMX_BF16__)
-// About as many operations as of vectors.
-double bf16(int64_t rounds) {
-  constexpr int64_t kProduct = 2 * kAmxRows * kAmxRows * kAmxRowBytes / 2;
-  const int64_t steps = rounds * kSums * 4 * kWidth / (4 * kProduct);
+// Repeats four products of `elements` in a row. About as many operations as of vectors.
+template <class Products>
+double repeat_products(int64_t rounds, int64_t elements, const Products& products) {
+  const int64_t operations = 4 * 2 * kAmxRows * kAmxRows * elements;
+  const int64_t steps = rounds * kSums * 4 * kWidth / operations;
   const AmxRegisters registers;
-  for (int64_t i = 0; i < steps; ++i) {
+  for (int64_t i = 0; i < steps; ++i) products();
+  return static_cast<double>(steps * operations);
+}
+
+double bf16(int64_t rounds) {
+  return repeat_products(rounds, kAmxRowBytes / 2, [] {
     amx_dot_bf16<0, 4, 6>();
     amx_dot_bf16<1, 4, 7>();
     amx_dot_bf16<2, 5, 6>();
     amx_dot_bf16<3, 5, 7>();
-  }
-  return static_cast<double>(steps * 4 * kProduct);
+  });
+}
+
+double int8(int64_t rounds) {
+  return repeat_products(rounds, kAmxRowBytes, [] {
+    amx_dot_int8<0, 4, 6>();
+    amx_dot_int8<1, 4, 7>();
+    amx_dot_int8<2, 5, 6>();
+    amx_dot_int8<3, 5, 7>();
+  });
 }
 #elif defined(SPARSE_ATTN_BF16)
 double bf16(int64_t rounds) {
@@ -78,7 +92,7 @@ double bf16(int64_t rounds) {
 }
 #endif
 
-#if defined(SPARSE_ATTN_BF16)
+#if defined(SPARSE_ATTN_BF16) && !defined(__AMX_BF16__)
 double int8(int64_t rounds) {
 #if defined(SPARSE_ATTN_MATRICES)
   constexpr int kOperations = 16 * kWidth;  // products of matrices
@@ -95,7 +109,7 @@ double int8(int64_t rounds) {
 #endif
   });
 }
-#else
+#elif !defined(SPARSE_ATTN_BF16)
 constexpr double (*bf16)(int64_t) = nullptr;
 constexpr double (*int8)(int64_t) = nullptr;
 #endif
