@@ -17,7 +17,6 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import cases
 import compressions
@@ -547,15 +546,7 @@ def test_the_kernel_itself_passes(build: Build, prober: Prober) -> None:
     assert prober.passes(build.module(0, "store.cpp", "namespace", "namespace"), [*filter(runs, PROBES)])
 
 
-def listed() -> Iterator[Any]:
-    """Numbers of faults. What AMX has compiles for long: the first fault of each of its probes is tried every time."""
-    tried: set[str] = set()
-    for number, (name, *_, probe) in enumerate(FAULTS):
-        yield pytest.param(number, id=name, marks=[pytest.mark.slow] if probe in AMX_SOURCES and probe in tried else [])
-        tried.add(probe)
-
-
-@pytest.mark.parametrize("number", listed())
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault[0] for fault in FAULTS])
 def test_fault_is_noticed(build: Build, prober: Prober, number: int) -> None:
     _, file, old, new, probe = FAULTS[number]
     if not runs(probe):
