@@ -1,4 +1,4 @@
-"""A process that forks for each line of its input, ``module probe...`` between tabs, and answers with the exit status.
+"""A process that forks for each line of its input, ``module probe...``, and answers with the exit status.
 
 A fork has what takes long to import, and nothing of ours: the module takes the place of the built one.
 """
@@ -21,7 +21,7 @@ def serve() -> tuple[str, list[str]]:
         child = os.fork()
         if child == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            module, *probes = line.rstrip("\n").split("\t")
+            module, *probes = line.split()
             return module, probes
         print(os.waitpid(child, 0)[1], flush=True)
     raise SystemExit

@@ -1,8 +1,7 @@
 """The suite is tested itself on the native kernel: faults in a copy of its source, compiled, must be noticed.
 
-Each fault is compiled for the portable instruction set, which shares its source with the others, or, where it is in
-what only AMX has, for that and on the model of its instructions. It runs in a process of its own, of
-`kernel_probes.py`: a fault may crash it.
+Each fault is compiled for the portable instruction set, which shares its source with the others, and runs in a process
+of its own, of `kernel_probes.py`: a fault may crash it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import cases
@@ -36,7 +34,7 @@ import test_select_merge
 import test_store
 import torch
 
-from sparse_attn import library, registry
+from sparse_attn import registry
 from sparse_attn.ops.attend import Attend
 
 CSRC = Path(__file__).parent.parent / "csrc"
@@ -44,12 +42,7 @@ SOURCES = ("attend.cpp", "attend_portable.cpp", "select.cpp", "select_portable.c
 SOURCES += ("compress.cpp", "compress_portable.cpp", "entry.cpp", "entry_portable.cpp", "merge.cpp", "select_merge.cpp")
 SOURCES += ("select_rows.cpp", "select_lists.cpp")
 SOURCES += ("limits.cpp", "limits_portable.cpp", "parallel.cpp", "memory.cpp", "isa.cpp", "arguments.cpp")
-AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-AMX_FLAGS += ["-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"]
-AMX_FLAGS += ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
-if platform.machine() == "x86_64":
-    SOURCES += tuple(f"{op}_amx_bf16.cpp" for op in ("attend", "compress", "entry", "limits", "select"))
-ISAS = {"x86_64": ("Avx2", "Avx512", "Avx512Bf16"), "aarch64": ("NeonBf16", "Sve256Bf16")}
+ISAS = {"x86_64": ("Avx2", "Avx512", "Avx512Bf16", "AmxBf16"), "aarch64": ("NeonBf16", "Sve256Bf16")}
 OTHER_ISAS = "".join(
     f"extern const Kernels k{isa}Kernels = {{}}; extern const SelectKernels k{isa}SelectKernels = {{}};"
     f"extern const CompressEntry k{isa}Compress = nullptr; extern const RowKernels k{isa}RowKernels = {{}};"
@@ -71,8 +64,6 @@ INCLUDED_BY |= dict.fromkeys((f"select_{name}.h" for name in SELECT_HEADERS), ["
 LINES, NAN, POOL, HOSTILE, LONG, SELECT = "lines", "nan", "pool", "hostile", "long", "select"
 STORE, MERGE, SELECT_MERGE, COMPRESS = "store", "merge", "select_merge", "compress"
 PACKED, PACKED_SELECT = "packed", "packed select"
-AMX, AMX_FEW, AMX_SELECT = "amx", "amx few", "amx select"
-AMX_SOURCES = {AMX: "attend_amx_bf16.cpp", AMX_FEW: "attend_amx_bf16.cpp", AMX_SELECT: "select_amx_bf16.cpp"}
 
 # (fault, file, text, what stands there instead, probe)
 FAULTS = [
@@ -251,40 +242,6 @@ FAULTS = [
     ("rows before the first token", "compress.cpp", "step.row = end - (step.after - step.before);",
      "step.row = p.cu_seqlens_q[b];", COMPRESS),
     ("padding of lists left as it was", "select_lists.cpp", "empty_lists(p, next, p.tokens);", "", SELECT),
-    ("weights of the neighbouring lane", "select_amx.h", "load(from.heads.weights + lane)",
-     "load(from.heads.weights + (lane ^ kWidth))", AMX_SELECT),
-    ("scales of keys not applied", "select_amx.h", "if (kScaled) x *=", "if (false) x *=", AMX_SELECT),
-    ("last step of a key left out", "select_amx.h", "step < steps; step += kAmxRows",
-     "step < steps - (steps > kAmxRows ? kAmxRows : 0); step += kAmxRows", AMX_SELECT),
-    ("last keys of a block not joined", "select_amx.h", "i < times && key < kKeys;",
-     "i < times && key < kKeys - kTogether;", AMX_SELECT),
-    ("keys in the order in which they are read", "select_amx.h", "from + (4 * i + j) * from_ld",
-     "from + (i + 4 * j) * from_ld", AMX_SELECT),
-    ("keys apart read as if they were not", "select_keys.h", "apart = tile.key[from + n] != ",
-     "apart = false && ", AMX_SELECT),
-    ("rest of a key kept from the key before", "select_keys.h", "if (Mode::kAmx && !fills_registers())", "if (false)",
-     AMX_SELECT),
-    ("first registers of a key alone", "attend_few_amx.h", "first.at + k * kAmxRowBytes", "first.at", AMX_FEW),
-    ("probabilities of odd elements dropped", "attend_few_amx.h",
-     "store(to + (2 * j + 1) * kAmxPairs, odd);", "", AMX_FEW),
-    ("entries that there are not have a score", "attend_few_amx.h", "x[j] = seen ? x[j] * by : hidden;",
-     "x[j] = x[j] * by;", AMX_FEW),
-    ("running maximum not applied in registers", "attend_few_amx.h", "fma(broadcast(alpha), load(to), load(x + d))",
-     "load(to) + load(x + d)", AMX_FEW),
-    ("rows that lie unevenly read as if they did not", "attend_few_amx.h",
-     "even & (address(rows[r]) - address(rows[r - 1]) == stride)", "even", AMX_FEW),
-    ("infinity reaches its neighbour", "attend_few_amx.h", "if (!finite(columns))", "if (false)", AMX_FEW),
-    ("odd elements beside infinity left out", "attend_few_amx.h", "find(rows, groups, p_.v_dim, ~0xffff, values);",
-     "", AMX_FEW),
-    ("infinity noticed in the first register", "attend_few_amx.h",
-     "c < columns; ++c) {\n      for (int32_t row = 0;", "c < 1; ++c) {\n      for (int32_t row = 0;", AMX_FEW),
-    ("values of another register after infinity", "attend_few_amx.h",
-     "multiply_apart(rows, groups, column, columns);\n        find(rows, groups, p_.v_dim, ~0, values);",
-     "multiply_apart(rows, groups, column, columns);", AMX_FEW),
-    ("last rows of values left out", "attend_amx.h", "(tile.last - 1) / kAmxElements - first(tile) + 1;",
-     "(tile.last - 1) / kAmxElements - first(tile) + (tile.last <= kAmxElements);", AMX),
-    ("lanes of the first block", "attend_amx.h", "chunk * step_ + lane * kAmxPairs", "chunk * step_", AMX),
-    ("steps of keys not added", "attend_amx.h", "steps / kAmxPairs, adds,", "steps / kAmxPairs, false,", AMX),
 ]  # fmt: skip
 
 compiler = shutil.which("c++") or shutil.which("g++")
@@ -304,7 +261,6 @@ class Build:
         assert pybind11 is not None and pybind11.origin is not None
         includes = [sysconfig.get_paths()["include"], str(Path(pybind11.origin).parent / "include")]
         self.flags = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-ffp-contract=off"]
-        self.flags += ["-DSPARSE_ATTN_AMX_MODEL"]
         self.flags += [f"-I{path}" for path in includes]
         (folder / "clean").mkdir()
         (folder / "others.cpp").write_text(
@@ -319,11 +275,10 @@ class Build:
 
     def compile(self, source: Path, to: Path) -> Path:
         target = to / f"{source.stem}.o"
-        flags = [*self.flags, *(AMX_FLAGS if source.stem.endswith("_amx_bf16") else [])]
-        subprocess.run([str(compiler), *flags, "-c", str(source), "-o", str(target)], check=True)
+        subprocess.run([str(compiler), *self.flags, "-c", str(source), "-o", str(target)], check=True)
         return target
 
-    def module(self, number: int, file: str, old: str, new: str, probe: str = "") -> Path:
+    def module(self, number: int, file: str, old: str, new: str) -> Path:
         folder = self.folder / str(number)
         shutil.copytree(CSRC, folder / "csrc")
         faulty = folder / "csrc" / "cpu_native" / file
@@ -331,7 +286,6 @@ class Build:
         assert old in text, f"the fault's place in {file} is gone: move it along with the source"
         faulty.write_text(text.replace(old, new))
         changed = [file] if file.endswith(".cpp") else INCLUDED_BY.get(file, ["attend.cpp", "attend_portable.cpp"])
-        changed = [AMX_SOURCES[probe]] if probe in AMX_SOURCES else changed
         objects = dict(self.objects)
         for name in changed:
             objects[name] = self.compile(folder / "csrc" / "cpu_native" / name, folder)
@@ -453,46 +407,6 @@ def probe_compress() -> None:
     test_compressions.test_eps(impl)
 
 
-@contextmanager
-def on_amx() -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARSE_ATTN_CPU_ISA", "amx_bf16")
-        library.forget()
-        yield "amx_bf16"
-    library.forget()
-
-
-def probe_amx() -> None:
-    import test_cpu_native
-
-    with on_amx() as isa:
-        for heads in (16, 33, 127):
-            test_cpu_native.test_any_number_of_heads(isa, heads, "bfloat16", "bf16")
-        test_cpu_native.test_any_dimensions(isa, (65, 63), "bfloat16", "bf16")
-        test_cpu_native.test_parts_of_keys_that_lie_apart(isa, 20)
-        test_cpu_native.test_packed_formats(isa, "bfloat16", "fp8_v4")
-
-
-def probe_amx_few() -> None:
-    import test_cpu_native
-
-    with on_amx() as isa:
-        for heads in ((4, 1), (8, 1)):
-            for dims in ((64, 160), (80, 33)):
-                test_cpu_native.test_few_heads_with_lists(isa, heads, dims)
-            test_cpu_native.test_few_heads_beside_infinity(isa, heads)
-        test_cpu_native.test_bits_do_not_depend_on_where_rows_lie(isa, "bfloat16")
-
-
-def probe_amx_select() -> None:
-    with on_amx():
-        for dtype in (torch.bfloat16, torch.int8):
-            for dim in (50, 128):
-                test_cpu_native_select.test_heads_that_fill_vectors_and_scaled_keys(dtype, dim, "relu_sum", 1)
-        for dim in (33, 128):
-            test_cpu_native_select.test_any_dimension(dim, torch.bfloat16)
-
-
 PROBES: dict[str, Callable[[], None]] = {
     LINES: probe_lines,
     NAN: lambda: test_attend.test_neighbours_of_one_tile_do_not_leak(native),
@@ -506,9 +420,6 @@ PROBES: dict[str, Callable[[], None]] = {
     COMPRESS: probe_compress,
     PACKED: probe_packed,
     PACKED_SELECT: probe_packed_select,
-    AMX: probe_amx,
-    AMX_FEW: probe_amx_few,
-    AMX_SELECT: probe_amx_select,
 }
 
 
@@ -525,7 +436,7 @@ class Prober:
     def passes(self, module: Path, probes: list[str]) -> bool:
         """Whether every probe passes."""
         assert self.server.stdin is not None and self.server.stdout is not None
-        print(module, *probes, sep="\t", file=self.server.stdin, flush=True)
+        print(module, *probes, file=self.server.stdin, flush=True)
         return int(self.server.stdout.readline()) == 0
 
 
@@ -536,19 +447,11 @@ def prober():
     prober.server.communicate()
 
 
-def runs(probe: str) -> bool:
-    """Whether this machine does, which runs the model of AMX where it has the other instructions."""
-    built = importlib.import_module("sparse_attn._cpu_native")
-    return probe not in AMX_SOURCES or "avx512_bf16" in built.instruction_sets()
-
-
 def test_the_kernel_itself_passes(build: Build, prober: Prober) -> None:
-    assert prober.passes(build.module(0, "store.cpp", "namespace", "namespace"), [*filter(runs, PROBES)])
+    assert prober.passes(build.module(0, "store.cpp", "namespace", "namespace"), list(PROBES))
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault[0] for fault in FAULTS])
 def test_fault_is_noticed(build: Build, prober: Prober, number: int) -> None:
     _, file, old, new, probe = FAULTS[number]
-    if not runs(probe):
-        pytest.skip("this machine does not run avx512_bf16")
-    assert not prober.passes(build.module(number + 1, file, old, new, probe), [probe])
+    assert not prober.passes(build.module(number + 1, file, old, new), [probe])
