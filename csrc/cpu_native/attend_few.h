@@ -319,7 +319,8 @@ class ListedRows {
   uint64_t each_ = 0, due_ = 0;  // rows of a step, in parts of kOne
 };
 
-// What is left to a class of products, `Own`: pack(), and attend_tile(tile, into).
+// What is left to a class of products, `Own`: Registers, what it holds as long as it multiplies;
+// pack(), and attend_tile(tile, into).
 template <class Mode, class Own>
 class ListedAttention {
  public:
@@ -332,7 +333,7 @@ class ListedAttention {
 
   // See Kernels::attend.
   bool run(int64_t begin, int64_t end, float* partials) {
-    [[maybe_unused]] const typename Mode::Registers registers;
+    [[maybe_unused]] const typename Own::Registers registers;
     memset(zeros_, 0, static_cast<size_t>(zeros_bytes_));
     listed_.init(p_, block_, begin, end, zeros_, rows_);
     if (listed_.list(0)) {
@@ -402,6 +403,7 @@ class FewAttention : public ListedAttention<Mode, FewAttention<Mode>> {
  private:
   using Base::fours, Base::kElement, Base::listed_, Base::p_, Base::shape_;
   using typename Base::Element;
+  typedef typename Mode::Registers Registers;
 
   static constexpr int kElements = kWidth * Mode::kGroup;  // of a vector
 

@@ -88,14 +88,9 @@ SPARSE_ATTN_INLINE void interleave(Floats x, Floats y, float* to,
   store(to + kWidth, __builtin_shufflevector(x, y, ((kWidth + kLane) / 2 + kLane % 2 * kWidth)...));
 }
 
-struct FewAmxProducts {
-  template <class... Sizes>
-  explicit FewAmxProducts(const Sizes&...) {}
-};
-
 template <>
-class FewAttention<Bf16> : public ListedAttention<Bf16Amx<FewAmxProducts>, FewAttention<Bf16>> {
-  typedef ListedAttention<Bf16Amx<FewAmxProducts>, FewAttention> Base;
+class FewAttention<Bf16> : public ListedAttention<Bf16, FewAttention<Bf16>> {
+  typedef ListedAttention<Bf16, FewAttention> Base;
   friend Base;
 
  public:
@@ -112,6 +107,8 @@ class FewAttention<Bf16> : public ListedAttention<Bf16Amx<FewAmxProducts>, FewAt
   }
 
  private:
+  typedef AmxRegisters Registers;
+
   static constexpr int kGroups = kTile / kAmxRows;
   static constexpr int kColumns = 4;  // registers of outputs of one call
   static_assert(2 * kMostFew <= kAmxRows, "two rows of probabilities of each lane");

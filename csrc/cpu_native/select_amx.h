@@ -6,7 +6,7 @@
 // elements count as zero, as they do in products of vectors of bf16.
 #pragma once
 
-#include "amx.h"
+#include "micro_amx.h"
 #include "select_lanes.h"
 #include "select_products.h"
 #include "select_tiles.h"
@@ -19,26 +19,17 @@ template <class Mode>
 class AmxSelect;
 
 // Bf16, and integers, in tile registers. A step of four bytes is a row of the queries' register.
-struct AmxMode : VectorMode {
-  static constexpr bool kAmx = true;
-  static constexpr int kSteps = kAmxRows;
-  typedef AmxRegisters Registers;
-};
-
-struct Bf16Tiles : AmxMode {
-  typedef AmxSelect<Bf16Tiles> Products;
-  typedef uint16_t Element;
-  static constexpr Format kFormat = Format::kBf16;
-  static constexpr Number kType = Number::kBf16;
-  static constexpr int kGroup = 2;
-
+struct Bf16Tiles : Bf16Amx<AmxSelect<Bf16Tiles>> {
   template <int kC, int kA, int kB>
   static SPARSE_ATTN_INLINE void multiply() {
     amx_dot_bf16<kC, kA, kB>();
   }
 };
 
-struct Int8Tiles : AmxMode {
+struct Int8Tiles {
+  static constexpr bool kAmx = true;
+  static constexpr int kSteps = kAmxRows;
+  typedef AmxRegisters Registers;
   typedef AmxSelect<Int8Tiles> Products;
   typedef int8_t Element;
   static constexpr Format kFormat = Format::kInt8;
